@@ -1,0 +1,67 @@
+"""Proves that Linen and NNX hold and compute the same model.
+
+parity check TARGET [flags]
+
+TARGET is a preset (see `parity models`) or a folder with a Hugging Face checkpoint.
+Exit status 0: every tier proved; 1: something differs; 2: bad input.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+import rich.console
+from absl import flags
+
+from parity import zoo
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Declares the command's flags."""
+    flags.DEFINE_list(
+        "tiers",
+        None,
+        f"Tiers to check, of {','.join(zoo.TIERS)}. Default: all, with the oracle if "
+        "--expect is given.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "expect", None, "The reference's numbers, an npz.", flag_values=values
+    )
+    flags.DEFINE_integer("seed", 0, "Of first values and inputs.", flag_values=values)
+    flags.DEFINE_integer(
+        "examples", 2, "Inputs for the bits tier.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_bool(
+        "scan_layers",
+        True,
+        "Whether layers are stacked and scanned.",
+        flag_values=values,
+    )
+    flags.DEFINE_string("json", None, "Write the report there.", flag_values=values)
+    flags.DEFINE_string("markdown", None, "Write the report there.", flag_values=values)
+
+
+def run(
+    arguments: Sequence[str], values: flags.FlagValues, console: rich.console.Console
+) -> int:
+    """Checks one target."""
+    if len(arguments) != 1:
+        raise ValueError(
+            f"Give one target, a preset or a folder. Got {len(arguments)}."
+        )
+    report = zoo.check_target(
+        arguments[0],
+        values["tiers"].value,
+        expect=values["expect"].value,
+        seed=values["seed"].value,
+        scan_layers=values["scan_layers"].value,
+        examples=values["examples"].value,
+    )
+    report.print(console)
+    for name, text in (("json", report.to_json()), ("markdown", report.to_markdown())):
+        if values[name].value:
+            pathlib.Path(values[name].value).write_text(text)
+    console.print("proved" if report.ok else "NOT EQUAL", style="bold")
+    return 0 if report.ok else 1

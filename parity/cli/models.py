@@ -1,0 +1,59 @@
+"""Lists the presets with their layers and parameter counts.
+
+parity models [--json=FILE]
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+import rich.console
+import rich.table
+from absl import flags
+
+import shared
+from shared.trees import flatten
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Declares the command's flags."""
+    flags.DEFINE_string("json", None, "Write the list there.", flag_values=values)
+
+
+def run(
+    arguments: Sequence[str], values: flags.FlagValues, console: rich.console.Console
+) -> int:
+    """Prints the list."""
+    if arguments:
+        raise ValueError(f"`parity models` takes no arguments. Got {arguments[0]!r}.")
+    rows = [_describe(name) for name in shared.presets()]
+    table = rich.table.Table()
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "preset" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in row.values()))
+    console.print(table)
+    if values["json"].value:
+        pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=2) + "\n")
+    return 0
+
+
+def _describe(name: str) -> dict[str, Any]:
+    config = shared.preset(name)
+    return {
+        "preset": name,
+        "family": config.family,
+        "layers": config.num_layers,
+        "hidden": config.hidden_size,
+        "vocabulary": config.vocab_size,
+        "parameters": count_parameters(config),
+        "active": shared.active_parameters(config),
+    }
+
+
+def count_parameters(config: shared.DecoderConfig) -> int:
+    """Numbers in the parameter tree."""
+    return sum(leaf.size for _, leaf in flatten(shared.abstract_params(config)))

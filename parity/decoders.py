@@ -1,0 +1,198 @@
+"""The zoo's decoder in both frontends, side by side: trees, first values, bits.
+
+Both are jitted the same way, as functions of a plain nested dict of arrays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import shared
+import zoo_linen
+import zoo_nnx
+from parity.report import Tier
+from parity.trees import Comparison, compare_bytes, compare_structure
+from shared.trees import Path, flatten
+
+Apply = Callable[..., shared.DecoderOutput]
+
+
+class Example(NamedTuple):
+    """One input: all arrays [B, T] int32."""
+
+    tokens: np.ndarray
+    labels: np.ndarray
+    segment_ids: np.ndarray
+
+
+class Pair(NamedTuple):
+    """One model, twice.
+
+    Attributes:
+      config: of both.
+      linen: the Linen module.
+      params: its parameters, arrays or abstract.
+      nnx: the NNX module, which holds its own.
+    """
+
+    config: shared.DecoderConfig
+    linen: zoo_linen.Decoder
+    params: Mapping[str, Any]
+    nnx: nnx.Module
+
+
+def make_pair(config: shared.DecoderConfig, params: Mapping[str, Any]) -> Pair:
+    """Both frontends over the same arrays."""
+    model = zoo_nnx.from_params(config, params)
+    return Pair(config, zoo_linen.Decoder(config), params, model)
+
+
+def abstract_pair(config: shared.DecoderConfig) -> Pair:
+    """Both frontends as each declares itself, without any array."""
+    linen = zoo_linen.Decoder(config)
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    variables = jax.eval_shape(linen.init, jax.random.key(0), tokens)
+    model = nnx.eval_shape(lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0)))
+    return Pair(config, linen, variables["params"], model)
+
+
+def check_tree(pair: Pair) -> Tier:
+    """Paths, shapes, dtypes and axis names; against the specs as a third witness."""
+    linen_axes = dict(flatten(pair.linen.logical_axes()))
+    nnx_params, nnx_axes = _nnx_leaves(pair.nnx)
+    between = compare_structure(
+        pair.params, nnx_params, axes=(_named(linen_axes), _named(nnx_axes))
+    )
+    specs = shared.abstract_params(pair.config)
+    witness = compare_structure(pair.params, specs, names=("linen", "specs"))
+    known = {d.path for d in between.differences}
+    new = tuple(
+        d for d in witness.differences if d.path not in known and d.what != "dtype"
+    )
+    compared = Comparison(between.leaves, between.elements, between.differences + new)
+    return Tier("tree", compared, note="paths, shapes, dtypes, axis names")
+
+
+def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
+    """First values from one seed, made by each frontend's own way."""
+    linen, tokens = zoo_linen.Decoder(config), jnp.zeros((1, 2), jnp.int32)
+    # Under jit the forward pass of Linen's init is dead code.
+    params = jax.jit(linen.init)(jax.random.key(seed), tokens)["params"]
+    build = jax.jit(
+        lambda key: zoo_nnx.to_params(
+            zoo_nnx.Decoder(config, rngs=nnx.Rngs(params=key))
+        )
+    )
+    compared = compare_bytes(params, build(jax.random.key(seed)), finite=True)
+    return Tier("init", compared, note=f"first values from seed {seed}, to the bit")
+
+
+def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
+    """Weights held, then outputs, losses and every gradient with Linen's weights."""
+    compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx))
+    linen = measured(pair.config, linen_apply(pair.linen))
+    other = measured(pair.config, nnx_apply(pair.nnx))
+    count = 0
+    for count, example in enumerate(examples, 1):
+        results = [function(pair.params, example) for function in (linen, other)]
+        compared += compare_bytes(*results, finite=True)
+    note = "weights; logits, losses, every gradient under jit, to the bit"
+    return Tier("bits", compared, count, note)
+
+
+def linen_apply(model: zoo_linen.Decoder) -> Apply:
+    """The Linen decoder as a function of parameters and tokens."""
+    return lambda params, *args, **kw: model.apply({"params": params}, *args, **kw)
+
+
+def nnx_apply(model: nnx.Module) -> Apply:
+    """The NNX decoder as a function of parameters and tokens."""
+    graphdef, own, rest = nnx.split(model, nnx.Param, ...)
+
+    def apply(params: Mapping[str, Any], *args: Any, **kw: Any):
+        state = jax.tree.map(lambda leaf: leaf, own)
+        nnx.replace_by_pure_dict(state, dict(params))
+        fresh = jax.tree.map(lambda leaf: leaf, rest)
+        return nnx.merge(graphdef, state, fresh)(*args, **kw)
+
+    return apply
+
+
+def measured(
+    config: shared.DecoderConfig, apply: Apply
+) -> Callable[[Mapping[str, Any], Example], dict[str, Any]]:
+    """Outputs, losses and gradients of a frontend as one jitted function.
+
+    The result is a nested dict without empty entries, so that paths name what differs.
+    """
+
+    def objective(params: Mapping[str, Any], example: Example):
+        output = apply(params, example.tokens, segment_ids=example.segment_ids)
+        loss = shared.decoder_loss(output, example.labels, config, example.segment_ids)
+        return loss.total, (output, loss)
+
+    @jax.jit
+    def run(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
+        (_, (output, loss)), gradients = jax.value_and_grad(objective, has_aux=True)(
+            params, example
+        )
+        results = {
+            "logits": output.logits,
+            "router_logits": output.router_logits,
+            **{f"loss_{name}": value for name, value in loss._asdict().items()},
+        }
+        present = {name: x for name, x in results.items() if x is not None}
+        return {**present, "gradient": gradients}
+
+    def with_precision(params: Mapping[str, Any], example: Example):
+        with jax.default_matmul_precision("highest"):
+            return run(params, example)
+
+    return with_precision
+
+
+def draw_examples(
+    config: shared.DecoderConfig, seed: int, count: int = 2, length: int = 17
+) -> Iterable[Example]:
+    """Random tokens: a plain batch first, then rows with padding and packed sequences.
+
+    All have one shape, so that the second compiles nothing.
+    """
+    random = np.random.default_rng(seed)
+    for i in range(count):
+        tokens = random.integers(0, config.vocab_size, (2, length), dtype=np.int32)
+        segments = np.ones_like(tokens)
+        if i:
+            cut = 1 + random.integers(1, length - 3)
+            segments[0, :cut], segments[0, cut:] = 1, 2
+            segments[1, : random.integers(1, length - 2)] = 0
+        labels = np.where(random.random(tokens.shape) < 0.1, -100, tokens)
+        yield Example(tokens, labels.astype(np.int32), segments)
+
+
+def _nnx_leaves(model: nnx.Module) -> tuple[dict[str, Any], dict[Path, Any]]:
+    """Parameters as a nested dict of text keys, and their axis names by path."""
+    state = nnx.state(model, nnx.Param)
+    axes = {
+        tuple(map(str, path)): variable.get_metadata().get("out_sharding")
+        for path, variable in nnx.to_flat_state(state)
+    }
+    return _text_keys(nnx.to_pure_dict(state)), axes
+
+
+def _named(axes: Mapping[Path, Any]) -> dict[Path, Any]:
+    return {
+        path: None if names is None else tuple(names) for path, names in axes.items()
+    }
+
+
+def _text_keys(tree: Any) -> Any:
+    if not isinstance(tree, Mapping):
+        return tree
+    return {str(name): _text_keys(node) for name, node in tree.items()}

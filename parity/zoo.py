@@ -1,0 +1,153 @@
+"""The check of the zoo itself: a preset or a checkpoint folder, tier by tier."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+import numpy as np
+
+import shared
+from parity import decoders, oracle
+from parity.decoders import Pair
+from parity.report import Report, Tier
+from shared.trees import flatten
+
+TIERS = ("tree", "init", "bits", "oracle")
+MOST_BYTES = 4 * 2**30  # of parameters, for the tiers that hold both models
+
+
+class TargetError(ValueError):
+    """A target, or a request, that cannot be checked; the message says why."""
+
+
+def check_target(
+    target: str,
+    tiers: Sequence[str] | None = None,
+    *,
+    expect: str | None = None,
+    seed: int = 0,
+    scan_layers: bool = True,
+    examples: int = 2,
+) -> Report:
+    """Checks a preset or a checkpoint folder.
+
+    Args:
+      target: name of a preset, or a folder with a Hugging Face checkpoint.
+      tiers: of `TIERS`; None: all, with the oracle if `expect` is given.
+      expect: golden file for the oracle.
+      seed: of first values and inputs.
+      scan_layers: whether layers are stacked and scanned.
+      examples: inputs for the bits tier.
+
+    Raises:
+      ValueError: the target, the tiers or the golden file are no good.
+    """
+    chosen = _choose_tiers(tiers, expect)
+    golden = None if expect is None else oracle.read_golden(expect)
+    config, folder = _resolve(target, scan_layers)
+    if set(chosen) - {"tree"}:
+        _check_size(target, config)
+
+    results: list[Tier] = []
+    if "tree" in chosen:
+        results.append(decoders.check_tree(decoders.abstract_pair(config)))
+    if "init" in chosen:
+        results.append(decoders.check_init(config, seed))
+    if "bits" in chosen or "oracle" in chosen:
+        if folder is None:
+            params = shared.init_params(jax.random.key(seed), config)
+        else:
+            config, params = shared.checkpoint.load_hf(folder, scan_layers=scan_layers)
+        pair = decoders.make_pair(config, params)
+        inputs = list(decoders.draw_examples(config, seed, examples))
+        tiers_of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
+        results += check_pair(
+            pair,
+            tiers_of_pair,
+            examples=inputs,
+            golden=golden,
+            golden_name=expect or "",
+        ).tiers
+    return Report(target, tuple(results))
+
+
+def check_pair(
+    pair: Pair,
+    tiers: Sequence[str] = ("tree", "bits"),
+    *,
+    examples: Iterable[decoders.Example] | None = None,
+    golden: Mapping[str, np.ndarray] | None = None,
+    golden_name: str = "golden",
+) -> Report:
+    """Checks two decoders that exist already.
+
+    Args:
+      pair: the two, over arrays that should be the same.
+      tiers: of "tree", "bits" and "oracle".
+      examples: inputs for the bits tier; None draws some.
+      golden: the reference's numbers, for the oracle tier.
+      golden_name: what to call them.
+    """
+    results: list[Tier] = []
+    if "tree" in tiers:
+        results.append(decoders.check_tree(pair))
+    if "bits" in tiers:
+        if examples is None:
+            examples = decoders.draw_examples(pair.config, 0)
+        results.append(decoders.check_bits(pair, examples))
+    if "oracle" in tiers:
+        assert golden is not None
+        apply = decoders.linen_apply(pair.linen)
+        results.append(
+            oracle.check_oracle(pair.config, pair.params, apply, golden, golden_name)
+        )
+    return Report("pair", tuple(results))
+
+
+def parameter_bytes(config: shared.DecoderConfig) -> int:
+    """Bytes of all parameters of a model."""
+    leaves = (leaf for _, leaf in flatten(shared.abstract_params(config)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def _choose_tiers(tiers: Sequence[str] | None, expect: str | None) -> tuple[str, ...]:
+    if tiers is None:
+        return TIERS if expect is not None else TIERS[:-1]
+    unknown = [tier for tier in tiers if tier not in TIERS]
+    if unknown or not tiers:
+        raise TargetError(
+            f"tiers must be some of {', '.join(TIERS)}. Got {', '.join(tiers) or 'none'}."
+        )
+    if "oracle" in tiers and expect is None:
+        raise TargetError(
+            "The oracle tier needs the reference's numbers: give --expect=golden.npz "
+            "(`parity golden FOLDER OUT.npz` writes it)."
+        )
+    return tuple(tier for tier in TIERS if tier in tiers)
+
+
+def _resolve(
+    target: str, scan_layers: bool
+) -> tuple[shared.DecoderConfig, pathlib.Path | None]:
+    if target in shared.presets():
+        return shared.preset(target).replace(scan_layers=scan_layers), None
+    folder = pathlib.Path(target)
+    if not folder.is_dir():
+        raise TargetError(
+            f"{target!r} is neither a preset ({', '.join(shared.presets())}) nor a "
+            "folder."
+        )
+    config = shared.DecoderConfig.from_hf(folder)
+    return config.replace(scan_layers=scan_layers), folder
+
+
+def _check_size(target: str, config: shared.DecoderConfig) -> None:
+    size = parameter_bytes(config)
+    if size > MOST_BYTES:
+        raise TargetError(
+            f"{target} has {size / 2**30:.1f} GiB of parameters; the tiers init, bits "
+            f"and oracle hold both models and take at most {MOST_BYTES / 2**30:.0f} "
+            "GiB. Use --tiers=tree, which needs no weights."
+        )

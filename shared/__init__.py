@@ -1,0 +1,57 @@
+"""What the models compute, and all that both frontends need without knowing Flax."""
+
+from shared import checkpoint
+from shared.config import (
+    AttentionConfig,
+    ConfigError,
+    DecoderConfig,
+    GatedDeltaNetConfig,
+    LayerKind,
+    MLPConfig,
+    MoEConfig,
+    RopeConfig,
+)
+from shared.context import Context
+from shared.layers.decoder import (
+    DecoderOutput,
+    HiddenStates,
+    abstract_params,
+    active_parameters,
+    init_cache,
+    init_params,
+    logical_axes,
+    param_specs,
+)
+from shared.params import ParamSpec
+from shared.plan import LayerPlan, PlanError, make_plan
+from shared.presets import preset, presets
+from shared.training import Loss, decoder_loss
+
+__all__ = [
+    "AttentionConfig",
+    "ConfigError",
+    "Context",
+    "DecoderConfig",
+    "DecoderOutput",
+    "GatedDeltaNetConfig",
+    "HiddenStates",
+    "LayerKind",
+    "LayerPlan",
+    "Loss",
+    "MLPConfig",
+    "MoEConfig",
+    "ParamSpec",
+    "PlanError",
+    "RopeConfig",
+    "abstract_params",
+    "active_parameters",
+    "checkpoint",
+    "decoder_loss",
+    "init_cache",
+    "init_params",
+    "logical_axes",
+    "make_plan",
+    "param_specs",
+    "preset",
+    "presets",
+]

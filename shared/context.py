@@ -1,0 +1,115 @@
+"""What every layer is told besides its input, and how sequences share a row.
+
+B batch, T time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a layer is told: the same for all layers but for `layer_index`.
+
+    Attributes:
+      positions: [B, T] (or [3, B, T]), positions for rotary embedding.
+      segment_ids: [B, T]; 0 is padding, equal positive ids are one sequence.
+      layer_index: absolute index of the layer, int32 scalar.
+      dropout_key: key of the whole model for this call; None: no dropout.
+      want_hidden: whether layers return their output in `LayerAux.hidden`.
+    """
+
+    positions: Array
+    segment_ids: Array
+    layer_index: Array
+    dropout_key: Array | None = None
+    want_hidden: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    @property
+    def deterministic(self) -> bool:
+        """Whether dropout is off."""
+        return self.dropout_key is None
+
+    def at_layer(self, index: Array) -> Context:
+        """The context of the layer with absolute index `index`."""
+        return dataclasses.replace(self, layer_index=index)
+
+    def layer_dropout_key(self) -> Array:
+        """The dropout key of this layer: equal in every layout and frontend."""
+        if self.dropout_key is None:
+            raise ValueError("The context has no dropout key: the call has no dropout.")
+        return jax.random.fold_in(self.dropout_key, self.layer_index)
+
+    @staticmethod
+    def create(
+        shape: tuple[int, int],
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        dropout_key: Array | None = None,
+        want_hidden: bool = False,
+    ) -> Context:
+        """A context for inputs of `shape` (batch, time), with what is not given filled in.
+
+        Positions default to 0, 1, 2 … within each row; rotary embedding only sees
+        differences, so padding and packed sequences need no others.
+        """
+        if segment_ids is None:
+            segment_ids = jnp.ones(shape, jnp.int32)
+        if positions is None:
+            positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        for name, value in (("segment_ids", segment_ids), ("positions", positions)):
+            if value.shape[-2:] != shape:
+                raise ValueError(
+                    f"{name} must have the shape of the tokens. Got {value.shape} "
+                    f"for tokens of {shape}."
+                )
+        return Context(
+            positions=positions.astype(jnp.int32),
+            segment_ids=segment_ids.astype(jnp.int32),
+            layer_index=jnp.int32(0),
+            dropout_key=dropout_key,
+            want_hidden=want_hidden,
+        )
+
+
+class Segments(NamedTuple):
+    """The sequences of a row, numbered in order.
+
+    Attributes:
+      groups: [B, T]; 0 continues what came before the row, later sequences count up;
+        padding has the number of the last real token before it.
+      real: [B, T]; False is padding.
+      last_id: [B]; segment id of the last real token, or what was carried in.
+    """
+
+    groups: Int[Array, "B T"]
+    real: Bool[Array, "B T"]
+    last_id: Int[Array, " B"]
+
+
+def number_segments(
+    segment_ids: Int[Array, "B T"], carried: Int[Array, " B"]
+) -> Segments:
+    """Numbers the sequences of each row, continuing the sequence `carried`.
+
+    Args:
+      segment_ids: 0 is padding; equal neighbours, padding apart, are one sequence.
+      carried: id of the sequence that the state carried in belongs to; 0: none.
+    """
+    real = segment_ids > 0
+    at = jnp.where(real, jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None], -1)
+    last_real = jax.lax.cummax(at, axis=1)
+    seen = jnp.take_along_axis(segment_ids, jnp.maximum(last_real, 0), axis=1)
+    filled = jnp.where(last_real >= 0, seen, carried[:, None])
+    before = jnp.concatenate([carried[:, None], filled[:, :-1]], axis=1)
+    starts = real & (before > 0) & (filled != before)
+    groups = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    return Segments(groups, real, filled[:, -1])

@@ -1,0 +1,285 @@
+"""Expert MLPs for routed tokens: each token meets only the experts it chose.
+
+The pairs (token, choice) are sorted by expert, so that the rows of one expert stand
+together, and `grouped_matmul` multiplies each group of rows by its own matrix. Nothing
+is dropped, and nothing grows with tokens x experts.
+
+Letters: n tokens, A experts per token, R = n A rows, E experts, D model width, F expert
+width, M rows of a block.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+MAX_BLOCK_ROWS = 64
+
+
+def expert_mlp(
+    x: Float[Array, "n D"],
+    experts: Int[Array, "n A"],
+    weights: Float[Array, "n A"],
+    gate_proj: Float[Array, "E D F"],
+    up_proj: Float[Array, "E D F"],
+    down_proj: Float[Array, "E F D"],
+    real: Bool[Array, " n"],
+) -> Float[Array, "n D"]:
+    """Sum over a token's experts of weight * down(silu(gate x) * up x).
+
+    Args:
+        x: Tokens.
+        experts: The experts of each token, in [0, E).
+        weights: Their weights. They multiply the input of `down_proj`, not its output:
+            the same sum, and nothing of size R D is kept for the gradient.
+        gate_proj: Gate projections.
+        up_proj: Up projections.
+        down_proj: Down projections.
+        real: False at padding, which is not computed: exact zeros, zero gradients.
+    """
+    tokens, choices = experts.shape
+    dtype = np.promote_types(x.dtype, np.float32)
+    order, place, sizes = _sort_by_expert(experts, real, gate_proj.shape[0])
+
+    repeated = jnp.where(real[:, None], x, 0)[:, None]
+    repeated = jnp.broadcast_to(repeated, (tokens, choices, x.shape[1]))
+    rows = _permute(repeated.reshape(-1, x.shape[1]), order, place)
+    scale = jnp.where(real[:, None], weights, 0).astype(dtype)
+    scale = _permute(scale.reshape(-1, 1), order, place)
+
+    gate = grouped_matmul(rows, gate_proj, sizes).astype(dtype)
+    up = grouped_matmul(rows, up_proj, sizes).astype(dtype)
+    hidden = (jax.nn.silu(gate) * up * scale).astype(x.dtype)
+    y = grouped_matmul(hidden, down_proj, sizes)
+
+    y = _permute(y, place, order).reshape(tokens, choices, -1)
+    y = jnp.where(real[:, None, None], y, 0)
+    return jnp.sum(y, axis=1, dtype=dtype).astype(x.dtype)
+
+
+@jax.custom_vjp
+def grouped_matmul(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R F"]:
+    """Each row times its group's matrix, accumulated in at least float32.
+
+    The first `group_sizes[0]` rows belong to matrix 0, the next `group_sizes[1]` to
+    matrix 1, and so on. Rows after the last group come out undefined.
+
+    Two forms: blocks of rows on CPU, where `jax.lax.ragged_dot` multiplies every row by
+    every matrix, and `ragged_dot` elsewhere.
+    """
+    return jax.lax.platform_dependent(
+        rows, weights, group_sizes, cpu=blocked_matmul, default=ragged_matmul
+    )
+
+
+def _grouped_matmul_forward(rows, weights, group_sizes):
+    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
+
+
+def _grouped_matmul_backward(residuals, gradient):
+    # The choice of platform is made again here and not left to autodiff, which would
+    # hand on the weights as an output of the forward choice: a copy of all of them.
+    d_rows, d_weights = jax.lax.platform_dependent(
+        *residuals, gradient, cpu=blocked_gradients, default=ragged_gradients
+    )
+    return d_rows, d_weights, None
+
+
+grouped_matmul.defvjp(_grouped_matmul_forward, _grouped_matmul_backward)
+
+
+def ragged_matmul(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R F"]:
+    """`grouped_matmul` by `jax.lax.ragged_dot`."""
+    accumulator = np.promote_types(rows.dtype, np.float32)
+    return jax.lax.ragged_dot(
+        rows, weights, group_sizes, preferred_element_type=accumulator
+    ).astype(rows.dtype)
+
+
+def ragged_gradients(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+    gradient: Float[Array, "R F"],
+) -> tuple[Float[Array, "R D"], Float[Array, "E D F"]]:
+    """Gradients of `ragged_matmul` to rows and weights."""
+    _, transpose = jax.vjp(
+        lambda rows, weights: ragged_matmul(rows, weights, group_sizes), rows, weights
+    )
+    return transpose(gradient)
+
+
+def blocked_matmul(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R F"]:
+    """`grouped_matmul` by a loop over blocks of rows that share a matrix."""
+    return _multiply_blocks(rows, weights, group_sizes, contract=0)
+
+
+def blocked_gradients(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E D F"],
+    group_sizes: Int[Array, " E"],
+    gradient: Float[Array, "R F"],
+) -> tuple[Float[Array, "R D"], Float[Array, "E D F"]]:
+    """Gradients of `blocked_matmul` to rows and weights."""
+    d_rows = _multiply_blocks(gradient, weights, group_sizes, contract=1)
+    d_weights = _sum_outer_blocks(rows, gradient, group_sizes, weights.dtype)
+    return d_rows.astype(rows.dtype), d_weights
+
+
+class _Blocks(NamedTuple):
+    """Runs of at most `size` rows of one group, in order of rows.
+
+    Attributes:
+        size: Rows in a full block.
+        count: Number of blocks in use; entries from there on mean nothing.
+        group: The group of each block.
+        start: Its first row.
+        rows: Its number of rows.
+    """
+
+    size: int
+    count: Int[Array, ""]
+    group: Int[Array, " b"]
+    start: Int[Array, " b"]
+    rows: Int[Array, " b"]
+
+
+def _blocks(group_sizes: Int[Array, " E"], rows: int) -> _Blocks:
+    """Blocks about as large as a mean group: the best of the sizes tried on CPU."""
+    groups = group_sizes.shape[0]
+    mean = -(-rows // groups)
+    size = min(MAX_BLOCK_ROWS, 1 << (mean - 1).bit_length())  # a power of two >= mean
+    per_group = (group_sizes + (size - 1)) // size
+    first_block = jnp.cumsum(per_group) - per_group
+    last_row = jnp.cumsum(group_sizes)
+
+    block = jnp.arange(rows // size + min(groups, rows), dtype=group_sizes.dtype)
+    group = jnp.searchsorted(first_block + per_group, block, side="right")
+    group = jnp.minimum(group, groups - 1).astype(group_sizes.dtype)
+    start = last_row[group] - group_sizes[group]
+    start += (block - first_block[group]) * size
+    return _Blocks(
+        size=size,
+        count=jnp.sum(per_group, dtype=group_sizes.dtype),
+        group=group,
+        start=start,
+        rows=jnp.minimum(last_row[group] - start, size),
+    )
+
+
+def _multiply_blocks(
+    rows: Float[Array, "R D"],
+    weights: Float[Array, "E J K"],
+    group_sizes: Int[Array, " E"],
+    *,
+    contract: int,
+) -> Float[Array, "R F"]:
+    """Rows times their group's matrix, over the matrix's axis `contract`.
+
+    A block is read and written as `size` rows even where fewer are its own. What it
+    writes past its end is the place of the next block, which overwrites it later.
+    """
+    blocks = _blocks(group_sizes, rows.shape[0])
+    accumulator = np.promote_types(rows.dtype, np.float32)
+    padded = jnp.pad(rows, ((0, blocks.size), (0, 0)))
+
+    def multiply(block, y):
+        # XLA for CPU (jax 0.10) slices bfloat16 as float32, and would convert all
+        # weights before the loop instead of one matrix in it: tie them to the block.
+        tied, group = jax.lax.optimization_barrier((weights, blocks.group[block]))
+        matrix = jax.lax.dynamic_index_in_dim(tied, group, keepdims=False)
+        start = blocks.start[block]
+        part = jax.lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        product = jax.lax.dot_general(
+            part,
+            matrix,
+            (((1,), (contract,)), ((), ())),
+            preferred_element_type=accumulator,
+        )
+        return jax.lax.dynamic_update_slice_in_dim(y, product, start, axis=0)
+
+    y = jnp.zeros((padded.shape[0], weights.shape[2 - contract]), accumulator)
+    y = jax.lax.fori_loop(0, blocks.count, multiply, y)
+    return y[: rows.shape[0]].astype(rows.dtype)
+
+
+def _sum_outer_blocks(
+    rows: Float[Array, "R D"],
+    gradient: Float[Array, "R F"],
+    group_sizes: Int[Array, " E"],
+    dtype: np.dtype,
+) -> Float[Array, "E D F"]:
+    """For each group, its rows transposed times its rows of `gradient`."""
+    blocks = _blocks(group_sizes, rows.shape[0])
+    accumulator = np.promote_types(rows.dtype, np.float32)
+    place = jnp.arange(blocks.size, dtype=group_sizes.dtype)[:, None]
+
+    def own_rows(x, block):
+        x = jax.lax.dynamic_slice_in_dim(x, blocks.start[block], blocks.size)
+        return jnp.where(place < blocks.rows[block], x, 0)
+
+    padded_rows = jnp.pad(rows, ((0, blocks.size), (0, 0)))
+    padded_gradient = jnp.pad(gradient, ((0, blocks.size), (0, 0)))
+
+    def add(block, sums):
+        product = jax.lax.dot_general(
+            own_rows(padded_rows, block),
+            own_rows(padded_gradient, block),
+            (((0,), (0,)), ((), ())),
+            preferred_element_type=accumulator,
+        )
+        group = blocks.group[block]
+        product += jax.lax.dynamic_index_in_dim(sums, group, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(sums, product, group, axis=0)
+
+    shape = group_sizes.shape[0], rows.shape[1], gradient.shape[1]
+    sums = jnp.zeros(shape, accumulator)
+    return jax.lax.fori_loop(0, blocks.count, add, sums).astype(dtype)
+
+
+def _sort_by_expert(
+    experts: Int[Array, "n A"], real: Bool[Array, " n"], count: int
+) -> tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " E"]]:
+    """Sorted position -> pair, pair -> sorted position, rows of each expert.
+
+    Pairs of padding come last and belong to no expert.
+    """
+    expert = jnp.where(real[:, None], experts.astype(jnp.int32), count).reshape(-1)
+    pair = jnp.arange(expert.size, dtype=jnp.int32)
+    _, order = jax.lax.sort((expert, pair), num_keys=1, is_stable=True)
+    place = jnp.zeros_like(pair).at[order].set(pair, unique_indices=True)
+    sizes = jnp.zeros(count, jnp.int32).at[expert].add(1, mode="drop")
+    return order, place, sizes
+
+
+@jax.custom_vjp
+def _permute(
+    x: Float[Array, "R D"], order: Int[Array, " R"], inverse: Int[Array, " R"]
+) -> Float[Array, "R D"]:
+    """`x[order]`, whose gradient is a gather too: no scatter, hence one fixed order."""
+    return x[order]
+
+
+def _permute_forward(x, order, inverse):
+    return x[order], inverse
+
+
+def _permute_backward(inverse, gradient):
+    return gradient[inverse], None, None
+
+
+_permute.defvjp(_permute_forward, _permute_backward)

@@ -1,0 +1,65 @@
+"""What every test runs under: strict JAX, checked shapes, one compilation cache.
+
+Warnings are errors, and the markers have their names, in setup.cfg.
+"""
+
+import importlib.util
+import os
+import pathlib
+import sys
+
+import hypothesis
+import jax
+import jaxtyping
+import pytest
+
+_CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
+
+# The environment may say otherwise, and commands that tests start inherit these. The
+# tolerances are for the CPU; the gpu tests want JAX_PLATFORMS=cuda,cpu.
+for _name, _value in {
+    "jax_platforms": "cpu",
+    "jax_compilation_cache_dir": str(_CHECKOUT / ".cache" / "jax"),
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+}.items():
+    _chosen = os.environ.setdefault(_name.upper(), str(_value))
+    jax.config.update(_name, type(_value)(_chosen))
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Shapes in signatures are checked at every call. Only modules imported from here on are
+# seen, and a hook that came too late would say nothing.
+if "shared" in sys.modules:
+    raise ImportError("shared was imported before tests/conftest.py could check it.")
+jaxtyping.install_import_hook("shared", "beartype.beartype")
+
+# No deadline: the first example of a test compiles. --hypothesis-profile overrides.
+hypothesis.settings.register_profile("dev", deadline=None)
+hypothesis.settings.register_profile(
+    "ci", deadline=None, derandomize=True, print_blob=True
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update",
+        action="store_true",
+        help="rewrite the expected texts (tests/trees) instead of comparing with them",
+    )
+
+
+@pytest.fixture(scope="session")
+def update(pytestconfig: pytest.Config) -> bool:
+    """Whether expected texts are to be rewritten."""
+    return pytestconfig.getoption("--update")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("hf"):
+        for package in ("torch", "transformers"):
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f'needs {package}: pip install -e ".[hf]"')
+    if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
+        pytest.skip("needs a GPU: JAX_PLATFORMS=cuda,cpu pytest -m gpu")

@@ -1,0 +1,18 @@
+"""The zoo as Flax Linen modules, one file a layer, named as in `shared.layers`."""
+
+from zoo_linen.decoder import Decoder
+from zoo_linen.decoder_layer import DecoderLayer
+from zoo_linen.gated_attention import GatedAttention
+from zoo_linen.gated_delta_net import GatedDeltaNet
+from zoo_linen.mlp import MLP
+from zoo_linen.sparse_moe import Experts, SparseMoE
+
+__all__ = [
+    "MLP",
+    "Decoder",
+    "DecoderLayer",
+    "Experts",
+    "GatedAttention",
+    "GatedDeltaNet",
+    "SparseMoE",
+]

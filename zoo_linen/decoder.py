@@ -1,0 +1,179 @@
+"""The decoder, as a Linen module: the layers of the plan by `nn.scan`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+from jaxtyping import Array, Int
+
+from shared.config import DecoderConfig, LayerKind
+from shared.context import Context
+from shared.layers import decoder
+from shared.layers.decoder import DecoderOutput
+from shared.params import layer_key
+from shared.plan import Group, LayerPlan, node_at, run_path
+from zoo_linen.decoder_layer import DecoderLayer
+from zoo_linen.parameters import declare, stream_key
+from zoo_linen.stack import Block, run_group, run_layers
+
+
+class Decoder(nn.Module):
+    """A hybrid decoder: embedding, layers in the order of their plan, head.
+
+    Example usage::
+
+      >>> import jax, jax.numpy as jnp
+      >>> import shared, zoo_linen
+      >>> config = shared.preset("qwen3-next-tiny")
+      >>> model = zoo_linen.Decoder(config)
+      >>> tokens = jnp.array([[1, 2, 3]])
+      >>> variables = model.init(jax.random.key(0), tokens)
+      >>> model.apply(variables, tokens).logits.shape == (1, 3, config.vocab_size)
+      True
+
+    Attributes:
+      config: of the model.
+      layer: class of the layers, called as `layer(config, kind)`. A class of your own
+        takes (x, context, cache) and gives (x, cache, aux) as `DecoderLayer` does; its
+        parameters and other variables are stacked and scanned like ours.
+    """
+
+    config: DecoderConfig
+    layer: type[nn.Module] = DecoderLayer
+
+    @nn.compact
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        positions: Array | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
+        cache: Any = None,
+        deterministic: bool = True,
+        output_hidden_states: bool = False,
+    ) -> DecoderOutput:
+        """Logits and what the layers say on the way.
+
+        Args:
+          tokens: token ids.
+          positions: for rotary embedding; None counts from 0 in each row.
+          segment_ids: 0 is padding, equal positive ids are one sequence; None: one
+            sequence a row.
+          cache: from `shared.init_cache` or an earlier call, to continue from.
+          deterministic: False draws dropout from the `dropout` stream.
+          output_hidden_states: whether to return the residual stream after each layer.
+        """
+        config = self.config
+        context = Context.create(
+            tokens.shape,
+            positions=positions,
+            segment_ids=segment_ids,
+            dropout_key=self._dropout_key(deterministic),
+            want_hidden=output_hidden_states,
+        )
+        if self.is_initializing() and not self.has_variable("params", "norm"):
+            self._place_first_values(tokens, context)
+        weights = declare(self, decoder.outer_specs(config), config.param_dtype)
+        x = embedding = decoder.embed(weights, tokens, config)
+
+        new_cache, aux = {}, {}
+        for group in config.plan.groups:
+            x, new_cache[group.name], aux[group.name] = self._run(
+                group, x, context, None if cache is None else cache[group.name]
+            )
+        return decoder.output(
+            weights, embedding, x, None if cache is None else new_cache, aux, config
+        )
+
+    def logical_axes(self) -> dict[str, Any]:
+        """The logical axis names of every parameter of the zoo's own layers."""
+        return decoder.logical_axes(self.config)
+
+    def _run(
+        self, group: Group, x: Array, context: Context, cache: Any
+    ) -> tuple[Array, Any, Any]:
+        """One group of the plan: its output, and its caches and aux by run."""
+        indices = self.config.plan.indices()[group.name]
+        (first, *_) = group.runs
+        if first.name is None:
+            layer = self.layer(self.config, first.kind, name=group.name)
+            x, (cache, aux) = run_layers(
+                layer, first, x, context, (indices, cache), self.config
+            )
+            return x, cache, aux
+        per_layer = {
+            run.name: (indices[run.name], None if cache is None else cache[run.name])
+            for run in group.runs
+        }
+        block = Block(self.config, group, self.layer, name=group.name)
+        x, results = run_group(block, group, x, context, per_layer)
+        caches = {name: cache for name, (cache, _) in results.items()}
+        return x, caches, {name: aux for name, (_, aux) in results.items()}
+
+    def _dropout_key(self, deterministic: bool) -> Array | None:
+        if deterministic or self.config.dropout_rate == 0.0:
+            return None
+        if not self.has_rng("dropout"):
+            raise ValueError(
+                f"dropout_rate={self.config.dropout_rate} and deterministic=False "
+                "need a key: pass rngs={'dropout': key}."
+            )
+        # The first key that an NNX stream seeded with the same key gives.
+        return jax.random.fold_in(stream_key(self, "dropout"), jnp.uint32(0))
+
+    def _place_first_values(self, tokens: Array, context: Context) -> None:
+        """Puts every variable in place before the layers are called.
+
+        Linen's own keys depend on how layers are lifted; ours do not. Done here, and
+        not in an overridden `init`, it also holds for `init_with_output`, `tabulate`,
+        `eval_shape` and a decoder nested in another module.
+        """
+        key = stream_key(self, "params")
+        if self.layer is DecoderLayer:
+            values = decoder.init_params(key, self.config)
+            collections: Mapping[str, Any] = {"params": values}
+        else:
+            collections = self._init_own_layers(key, tokens, context)
+        for collection, values in collections.items():
+            for name, value in values.items():
+                self.put_variable(collection, name, value)
+
+    def _init_own_layers(
+        self, key: Array, tokens: Array, context: Context
+    ) -> dict[str, dict[str, Any]]:
+        """Variables of a layer class of the user's, by collection, in the plan's layout."""
+        x = jnp.zeros((*tokens.shape, self.config.hidden_size), self.config.dtype)
+
+        def init_layer(index: Array, kind: LayerKind) -> dict[str, Any]:
+            layer = self.layer(self.config, kind, parent=None)
+            own = layer_key(key, index)
+            rngs = {"params": own, "dropout": own}
+            return layer.init(rngs, x, context.at_layer(index), None)
+
+        plan, collections = (
+            self.config.plan,
+            {"params": decoder.init_outer(key, self.config)},
+        )
+        abstract = jax.eval_shape(lambda: plan.build(init_layer))
+        for name in _collections(abstract, plan):
+            axis = self.config.param_scan_axis if name == "params" else 0
+            layers = plan.build(
+                lambda index, kind, name=name: init_layer(index, kind).get(name, {}),
+                axis,
+                traced=isinstance(key, jax.core.Tracer),
+            )
+            collections[name] = {**collections.get(name, {}), **layers}
+        return collections
+
+
+def _collections(variables: Mapping[str, Any], plan: LayerPlan) -> set[str]:
+    """The collections that any layer has, from variables in the layout of `plan`."""
+    return {
+        name
+        for group, run in plan.runs()
+        for name in node_at(variables, run_path(group, run))
+    }

@@ -1,0 +1,110 @@
+"""Runs the layers of a plan with Linen's own lifted scan and rematerialisation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from flax import linen as nn
+from jax.experimental.xla_metadata import set_xla_metadata
+from jaxtyping import Array
+
+from shared.config import DecoderConfig, resolve_remat_policy
+from shared.context import Context
+from shared.layers.decoder import STACK_AXES
+from shared.layers.decoder_layer import KEEP_SINGLE_TRIP
+from shared.plan import Group, Run
+
+REST = nn.DenyList("params")  # everything a layer may own besides its parameters
+
+
+class Block(nn.Module):
+    """One repeat of a group: its runs, one after the other.
+
+    Attributes:
+      config: of the model.
+      group: of the plan.
+      layer: class of the layers.
+    """
+
+    config: DecoderConfig
+    group: Group
+    layer: type[nn.Module]
+
+    @nn.compact
+    def __call__(
+        self, x: Array, context: Context, per_layer: dict[str, Any]
+    ) -> tuple[Array, dict[str, Any]]:
+        """Runs the block; `per_layer` holds (index, cache), the result (cache, aux)."""
+        results = {}
+        for run in self.group.runs:
+            layer = self.layer(self.config, run.kind, name=run.name)
+            x, results[run.name] = run_layers(
+                layer, run, x, context, per_layer[run.name], self.config
+            )
+        return x, results
+
+
+def run_group(
+    block: Block, group: Group, x: Array, context: Context, per_layer: dict[str, Any]
+) -> tuple[Array, dict[str, Any]]:
+    """Runs a block once, or scans it over its repeats."""
+    if group.repeats is None:
+        return block(x, context, per_layer)
+    scan = _scan(Block.__call__, group.repeats, STACK_AXES[0], block.config)
+    return scan(block, x, context, per_layer)
+
+
+def run_layers(
+    layer: nn.Module,
+    run: Run,
+    x: Array,
+    context: Context,
+    per_layer: Any,
+    config: DecoderConfig,
+) -> tuple[Array, Any]:
+    """Runs equal layers by scan; a single layer in a scan of length one.
+
+    The scan of length one closes over the weights: carried, they would be saved for
+    the backward pass of every block.
+    """
+    step = _step
+    if config.remat_policy != "none":
+        policy = resolve_remat_policy(config.remat_policy)
+        step = nn.remat(_step, policy=policy, prevent_cse=False)
+    if run.stacked:
+        return _scan(step, run.length, STACK_AXES[1], config)(
+            layer, x, context, per_layer
+        )
+    owned = [
+        name for name in layer.variables if name not in ("params", "intermediates")
+    ]
+    once = nn.scan(
+        step,
+        variable_broadcast="params",
+        variable_carry=owned,
+        variable_axes={nn.DenyList(("params", *owned)): 0},
+        split_rngs={nn.DenyList("params"): True, "params": False},
+        in_axes=nn.broadcast,
+        length=1,
+    )
+    with set_xla_metadata(**KEEP_SINGLE_TRIP):
+        x, result = once(layer, x, context, per_layer)
+    return x, jax.tree.map(lambda leaf: leaf[0], result)
+
+
+def _step(layer: nn.Module, x: Array, context: Context, per_layer: Any):
+    index, cache = per_layer
+    x, cache, aux = layer(x, context.at_layer(index), cache)
+    return x, (cache, aux)
+
+
+def _scan(step, length: int, axis_name: str, config: DecoderConfig):
+    return nn.scan(
+        step,
+        variable_axes={"params": config.param_scan_axis, REST: 0},
+        split_rngs={True: True},
+        in_axes=(nn.broadcast, 0),
+        length=length,
+        metadata_params={nn.PARTITION_NAME: axis_name},
+    )

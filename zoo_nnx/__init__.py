@@ -1,0 +1,21 @@
+"""The zoo as pure Flax NNX modules, one file a layer, named as in `shared.layers`."""
+
+from zoo_nnx.decoder import Decoder
+from zoo_nnx.decoder_layer import DecoderLayer
+from zoo_nnx.gated_attention import GatedAttention
+from zoo_nnx.gated_delta_net import GatedDeltaNet
+from zoo_nnx.mlp import MLP
+from zoo_nnx.sparse_moe import Experts, SparseMoE
+from zoo_nnx.state import from_params, to_params
+
+__all__ = [
+    "MLP",
+    "Decoder",
+    "DecoderLayer",
+    "Experts",
+    "GatedAttention",
+    "GatedDeltaNet",
+    "SparseMoE",
+    "from_params",
+    "to_params",
+]
