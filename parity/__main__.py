@@ -46,7 +46,8 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
             text = f"{command.__doc__}\n{values.main_module_help() or ''}"
             out.print(text + _flag_help(values), markup=False, highlight=False)
             return 0
-        return command.run(arguments, values, out)
+        options = {flag: values[flag].value for flag in values}
+        return command.run(arguments, options, out)
     except (ValueError, OSError, flags.Error) as error:
         # Bad input is told in a message; whatever else is raised is our own fault.
         err.print(

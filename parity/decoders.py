@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
 import shared
 import zoo_linen
@@ -26,9 +27,9 @@ Apply = Callable[..., shared.DecoderOutput]
 class Example(NamedTuple):
     """One input: all arrays [B, T] int32."""
 
-    tokens: np.ndarray
-    labels: np.ndarray
-    segment_ids: np.ndarray
+    tokens: Any
+    labels: Any
+    segment_ids: Any
 
 
 class Pair(NamedTuple):
@@ -98,28 +99,32 @@ def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
     compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx))
     linen = measured(pair.config, linen_apply(pair.linen))
     other = measured(pair.config, nnx_apply(pair.nnx))
-    count = 0
-    for count, example in enumerate(examples, 1):
+    inputs = list(examples)
+    for example in inputs:
         results = [function(pair.params, example) for function in (linen, other)]
         compared += compare_bytes(*results, finite=True)
     note = "weights; logits, losses, every gradient under jit, to the bit"
-    return Tier("bits", compared, count, note)
+    return Tier("bits", compared, len(inputs), note)
 
 
 def linen_apply(model: zoo_linen.Decoder) -> Apply:
     """The Linen decoder as a function of parameters and tokens."""
-    return lambda params, *args, **kw: model.apply({"params": params}, *args, **kw)
+
+    def apply(params: Mapping[str, Any], *args: Any, **kw: Any) -> Any:
+        return model.apply({"params": params}, *args, **kw)
+
+    return apply
 
 
 def nnx_apply(model: nnx.Module) -> Apply:
     """The NNX decoder as a function of parameters and tokens."""
-    graphdef, own, rest = nnx.split(model, nnx.Param, ...)
+    graphdef, own, *others = nnx.split(model, nnx.Param, ...)
 
-    def apply(params: Mapping[str, Any], *args: Any, **kw: Any):
+    def apply(params: Mapping[str, Any], *args: Any, **kw: Any) -> Any:
         state = jax.tree.map(lambda leaf: leaf, own)
         nnx.replace_by_pure_dict(state, dict(params))
-        fresh = jax.tree.map(lambda leaf: leaf, rest)
-        return nnx.merge(graphdef, state, fresh)(*args, **kw)
+        fresh = jax.tree.map(lambda leaf: leaf, others)
+        return nnx.merge(graphdef, state, *fresh)(*args, **kw)
 
     return apply
 
@@ -132,7 +137,7 @@ def measured(
     The result is a nested dict without empty entries, so that paths name what differs.
     """
 
-    def objective(params: Mapping[str, Any], example: Example):
+    def objective(params: Mapping[str, Any], example: Example) -> tuple[Array, Any]:
         output = apply(params, example.tokens, segment_ids=example.segment_ids)
         loss = shared.decoder_loss(output, example.labels, config, example.segment_ids)
         return loss.total, (output, loss)
@@ -150,7 +155,7 @@ def measured(
         present = {name: x for name, x in results.items() if x is not None}
         return {**present, "gradient": gradients}
 
-    def with_precision(params: Mapping[str, Any], example: Example):
+    def with_precision(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
         with jax.default_matmul_precision("highest"):
             return run(params, example)
 

@@ -20,7 +20,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 import shared
 from parity.decoders import Apply
@@ -64,8 +66,7 @@ def check_oracle(
     name: str,
 ) -> Tier:
     """Compares everything in `golden` that this version knows."""
-    with jax.default_matmul_precision("highest"):
-        matches = list(compare_golden(config, params, apply, golden))
+    matches = list(compare_golden(config, params, apply, golden))
     differences = tuple(
         Difference(m.name, "value", f"off by {m.error:.3g}, allowed {m.tolerance:.3g}")
         for m in matches
@@ -100,6 +101,17 @@ def read_golden(path: str | pathlib.Path) -> dict[str, np.ndarray]:
     return golden
 
 
+class _Inputs(NamedTuple):
+    """What a section is compared with; `keys` are those of the section."""
+
+    section: str
+    keys: Mapping[str, np.ndarray]
+    golden: Mapping[str, np.ndarray]
+    config: shared.DecoderConfig
+    params: Mapping[str, Any]
+    run: Apply
+
+
 def compare_golden(
     config: shared.DecoderConfig,
     params: Mapping[str, Any],
@@ -107,58 +119,64 @@ def compare_golden(
     golden: Mapping[str, np.ndarray],
 ) -> Iterator[Match]:
     """Runs the model on each section of `golden` and measures the distance."""
-    run = jax.jit(apply, static_argnames="output_hidden_states")
+    compiled = jax.jit(apply, static_argnames="output_hidden_states")
+
+    def run(*args: Any, **kw: Any) -> shared.DecoderOutput:
+        with jax.default_matmul_precision("highest"):
+            return compiled(*args, **kw)
+
     for section, compare in _SECTIONS.items():
         keys = {k: v for k, v in golden.items() if k.split("/")[0] == section}
         if keys:
-            yield from compare(section, keys, config, params, run, golden)
+            yield from compare(_Inputs(section, keys, golden, config, params, run))
 
 
-def _forward(section, keys, config, params, run, golden) -> Iterator[Match]:
-    del config, golden
-    lengths = sorted({int(key.split("/")[1]) for key in keys})
+def _forward(inputs: _Inputs) -> Iterator[Match]:
+    lengths = sorted({int(key.split("/")[1]) for key in inputs.keys})
     for length in lengths:
-        tokens = keys[f"{section}/{length}/input_ids"]
-        name = f"{section}/{length}/logits"
-        logits = run(params, tokens).logits
-        yield _absolute(name, logits, keys[name], FORWARD_ATOL)
+        tokens = inputs.keys[f"{inputs.section}/{length}/input_ids"]
+        name = f"{inputs.section}/{length}/logits"
+        logits = inputs.run(inputs.params, tokens).logits
+        yield _absolute(name, logits, inputs.keys[name], FORWARD_ATOL)
 
 
-def _padded(section, keys, config, params, run, golden) -> Iterator[Match]:
-    del config, golden
+def _padded(inputs: _Inputs) -> Iterator[Match]:
+    section, keys = inputs.section, inputs.keys
     mask = keys[f"{section}/attention_mask"]
-    output = run(
-        params,
+    output = inputs.run(
+        inputs.params,
         keys[f"{section}/input_ids"],
         positions=keys[f"{section}/position_ids"],
         segment_ids=mask,
     )
-    name = f"{section}/logits"
-    real = mask > 0
-    yield _absolute(
-        name, np.asarray(output.logits)[real], keys[name][real], PADDED_ATOL
-    )
+    name, real = f"{section}/logits", mask > 0
+    mine = np.asarray(output.logits)[real]
+    yield _absolute(name, mine, keys[name][real], PADDED_ATOL)
 
 
-def _hidden(section, keys, config, params, run, golden) -> Iterator[Match]:
-    tokens = golden[f"fwd/{section.removeprefix('hidden')}/input_ids"]
-    states = run(params, tokens, output_hidden_states=True).hidden_states
+def _hidden(inputs: _Inputs) -> Iterator[Match]:
+    length = inputs.section.removeprefix("hidden")
+    tokens = inputs.golden[f"fwd/{length}/input_ids"]
+    output = inputs.run(inputs.params, tokens, output_hidden_states=True)
+    states = output.hidden_states
+    assert states is not None
     named = {"embed": states.embedding, "final_norm": states.final_norm}
-    named |= {f"layer_{i}": states.layers[i] for i in range(config.num_layers)}
-    for key in keys:
+    named |= {f"layer_{i}": layer for i, layer in enumerate(states.layers)}
+    for key, reference in inputs.keys.items():
         part = key.split("/")[1]
         if part in named:
-            yield _absolute(key, named[part], keys[key], FORWARD_ATOL)
+            yield _absolute(key, named[part], reference, FORWARD_ATOL)
 
 
-def _loss(section, keys, config, params, run, golden) -> Iterator[Match]:
-    segment_ids, inputs = None, keys.get(f"{section}/input_ids")
-    if inputs is None:
-        inputs = golden["rightpad/input_ids"]
-        segment_ids = golden["rightpad/attention_mask"]
-    output = run(params, inputs, segment_ids=segment_ids)
-    labels = keys[f"{section}/labels"]
-    loss = shared.decoder_loss(output, labels, config, segment_ids)
+def _loss(inputs: _Inputs) -> Iterator[Match]:
+    section, keys = inputs.section, inputs.keys
+    segment_ids, tokens = None, keys.get(f"{section}/input_ids")
+    if tokens is None:
+        tokens = inputs.golden["rightpad/input_ids"]
+        segment_ids = jnp.asarray(inputs.golden["rightpad/attention_mask"])
+    output = inputs.run(inputs.params, tokens, segment_ids=segment_ids)
+    labels = jnp.asarray(keys[f"{section}/labels"])
+    loss = shared.decoder_loss(output, labels, inputs.config, segment_ids)
     parts = {"ce": loss.cross_entropy, "total": loss.total, "aux": loss.router}
     for part, value in parts.items():
         key = f"{section}/{part}"
@@ -170,23 +188,40 @@ def _loss(section, keys, config, params, run, golden) -> Iterator[Match]:
         yield _absolute(key, mine, keys[key], FORWARD_ATOL)
 
 
-def _gradient(section, keys, config, params, run, golden) -> Iterator[Match]:
-    def total(params):
-        output = run(params, golden["loss/input_ids"])
-        return shared.decoder_loss(output, golden["loss/labels"], config).total
+def compare_gradients(
+    config: shared.DecoderConfig,
+    params: Mapping[str, Any],
+    apply: Apply,
+    golden: Mapping[str, np.ndarray],
+) -> Iterator[Match]:
+    """Norm and signature of the gradient of loss/total, tensor by tensor."""
+    labels = jnp.asarray(golden["loss/labels"])
 
-    gradients = jax.jit(jax.grad(total))(params)
+    def total(params: Mapping[str, Any]) -> Array:
+        output = apply(params, golden["loss/input_ids"])
+        return shared.decoder_loss(output, labels, config).total
+
+    with jax.default_matmul_precision("highest"):
+        gradients = jax.jit(jax.grad(total))(params)
     mine = dict(shared.checkpoint.hf_tensors(config, gradients))
-    norms = dict(zip(keys["grad/names"], keys["grad/norm"], strict=True))
-    projections = dict(zip(keys["grad/names"], keys["grad/proj"], strict=True))
-    for name, norm in norms.items():
-        tensor = np.asarray(mine[str(name)], np.float64).ravel()
-        yield _relative(f"grad/norm/{name}", np.linalg.norm(tensor), norm, norm)
-        projection = np.sum(tensor * np.cos(np.arange(tensor.size)))
-        yield _relative(f"grad/proj/{name}", projection, projections[name], norm)
+    names = [str(name) for name in golden["grad/names"]]
+    for name, norm, projection in zip(
+        names, golden["grad/norm"], golden["grad/proj"], strict=True
+    ):
+        tensor = np.asarray(mine[name], np.float64).ravel()
+        signature = np.sum(tensor * np.cos(np.arange(tensor.size)))
+        size = float(np.linalg.norm(tensor))
+        yield _relative(f"grad/norm/{name}", size, norm, norm)
+        yield _relative(f"grad/proj/{name}", float(signature), projection, norm)
 
 
-_SECTIONS: dict[str, Callable[..., Iterator[Match]]] = {
+def _gradient(inputs: _Inputs) -> Iterator[Match]:
+    yield from compare_gradients(
+        inputs.config, inputs.params, inputs.run, inputs.golden
+    )
+
+
+_SECTIONS: dict[str, Callable[[_Inputs], Iterator[Match]]] = {
     "fwd": _forward,
     "leftpad": _padded,
     "rightpad": _padded,

@@ -118,7 +118,8 @@ def _choose_tiers(tiers: Sequence[str] | None, expect: str | None) -> tuple[str,
     unknown = [tier for tier in tiers if tier not in TIERS]
     if unknown or not tiers:
         raise TargetError(
-            f"tiers must be some of {', '.join(TIERS)}. Got {', '.join(tiers) or 'none'}."
+            f"tiers must be some of {', '.join(TIERS)}. "
+            f"Got {', '.join(tiers) or 'none'}."
         )
     if "oracle" in tiers and expect is None:
         raise TargetError(

@@ -300,7 +300,7 @@ class DecoderConfig:
         return hf_config.from_hf(source)
 
     def to_hf(self, *, hub_style: bool = False) -> dict[str, Any]:
-        """The config as Hugging Face writes it; `hub_style` gives the older spelling."""
+        """As Hugging Face writes it; `hub_style` gives the older spelling."""
         from shared.checkpoint import hf_config
 
         return hf_config.to_hf(self, hub_style=hub_style)

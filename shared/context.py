@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
 
 
@@ -37,9 +38,9 @@ class Context:
         """Whether dropout is off."""
         return self.dropout_key is None
 
-    def at_layer(self, index: Array) -> Context:
+    def at_layer(self, index: ArrayLike) -> Context:
         """The context of the layer with absolute index `index`."""
-        return dataclasses.replace(self, layer_index=index)
+        return dataclasses.replace(self, layer_index=jnp.asarray(index))
 
     def layer_dropout_key(self) -> Array:
         """The dropout key of this layer: equal in every layout and frontend."""
@@ -49,14 +50,14 @@ class Context:
 
     @staticmethod
     def create(
-        shape: tuple[int, int],
+        shape: tuple[int, ...],
         *,
         positions: Array | None = None,
         segment_ids: Array | None = None,
         dropout_key: Array | None = None,
         want_hidden: bool = False,
     ) -> Context:
-        """A context for inputs of `shape` (batch, time), with what is not given filled in.
+        """A context for inputs of `shape`, with what is not given filled in.
 
         Positions default to 0, 1, 2 … within each row; rotary embedding only sees
         differences, so padding and packed sequences need no others.

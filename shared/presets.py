@@ -59,7 +59,7 @@ def qwen3_next_tiny(
     dense_layers: tuple[int, ...] = (),
     tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
-    """Qwen3-Next with every size small and, where it may be, different from the others."""
+    """Qwen3-Next with every size small and, where it can be, unlike the others."""
     hidden = 32
     return DecoderConfig(
         family="qwen3_next",

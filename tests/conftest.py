@@ -25,6 +25,13 @@ for _name, _value in {
     _chosen = os.environ.setdefault(_name.upper(), str(_value))
     jax.config.update(_name, type(_value)(_chosen))
 
+# The models are tiny and each runs a few times: compiling is what costs. `make parity`
+# runs with XLA's own settings.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -145,27 +145,27 @@ class Decoder(nn.Module):
     def _init_own_layers(
         self, key: Array, tokens: Array, context: Context
     ) -> dict[str, dict[str, Any]]:
-        """Variables of a layer class of the user's, by collection, in the plan's layout."""
+        """Variables of a user's own layers, by collection, in the plan's layout."""
         x = jnp.zeros((*tokens.shape, self.config.hidden_size), self.config.dtype)
 
-        def init_layer(index: Array, kind: LayerKind) -> dict[str, Any]:
+        def init_layer(index: Array, kind: LayerKind) -> Any:
             layer = self.layer(self.config, kind, parent=None)
             own = layer_key(key, index)
             rngs = {"params": own, "dropout": own}
             return layer.init(rngs, x, context.at_layer(index), None)
 
-        plan, collections = (
-            self.config.plan,
-            {"params": decoder.init_outer(key, self.config)},
-        )
+        plan, traced = self.config.plan, isinstance(key, jax.core.Tracer)
         abstract = jax.eval_shape(lambda: plan.build(init_layer))
+        collections: dict[str, dict[str, Any]] = {
+            "params": decoder.init_outer(key, self.config)
+        }
         for name in _collections(abstract, plan):
+
+            def init_collection(index: Array, kind: LayerKind, name: str = name) -> Any:
+                return init_layer(index, kind).get(name, {})
+
             axis = self.config.param_scan_axis if name == "params" else 0
-            layers = plan.build(
-                lambda index, kind, name=name: init_layer(index, kind).get(name, {}),
-                axis,
-                traced=isinstance(key, jax.core.Tracer),
-            )
+            layers = plan.build(init_collection, axis, traced=traced)
             collections[name] = {**collections.get(name, {}), **layers}
         return collections
 

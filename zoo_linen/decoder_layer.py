@@ -45,14 +45,13 @@ class DecoderLayer(nn.Module):
     def setup(self):
         config, dtype = self.config, jnp.dtype(self.config.param_dtype)
         self.weights = declare(self, decoder_layer.norm_specs(config), dtype)
+        mixer, feed_forward = decoder_layer.parts(config, self.kind)
         if self.kind.mixer == "full_attention":
-            self.self_attn = GatedAttention(config.attention, dtype)
+            self.self_attn = GatedAttention(mixer, dtype)
         else:
-            self.linear_attn = GatedDeltaNet(config.delta_net, dtype)
-        if self.kind.feed_forward == "dense":
-            self.mlp = MLP(config.mlp, dtype)
-        else:
-            self.mlp = SparseMoE(config.moe, dtype)
+            self.linear_attn = GatedDeltaNet(mixer, dtype)
+        dense = self.kind.feed_forward == "dense"
+        self.mlp: Any = (MLP if dense else SparseMoE)(feed_forward, dtype)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

@@ -6,7 +6,7 @@ depend on names alone (`shared.params`), so that NNX, and any stacking, agree.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -42,7 +42,9 @@ def stream_key(module: nn.Module, stream: str) -> PRNGKeyArray:
     return key
 
 
-def _initializer(module: nn.Module, name: str, spec: ParamSpec, param_dtype: Any):
+def _initializer(
+    module: nn.Module, name: str, spec: ParamSpec, param_dtype: Any
+) -> Callable[[PRNGKeyArray], Array]:
     def init(linen_key: PRNGKeyArray) -> Array:
         # Without a stream Linen only asks for the shape, to check a given value.
         if not module.has_rng("params"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -33,10 +34,10 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, context: Context, per_layer: dict[str, Any]
-    ) -> tuple[Array, dict[str, Any]]:
+        self, x: Array, context: Context, per_layer: Mapping[str | None, Any]
+    ) -> tuple[Array, dict[str | None, Any]]:
         """Runs the block; `per_layer` holds (index, cache), the result (cache, aux)."""
-        results = {}
+        results: dict[str | None, Any] = {}
         for run in self.group.runs:
             layer = self.layer(self.config, run.kind, name=run.name)
             x, results[run.name] = run_layers(
@@ -46,8 +47,12 @@ class Block(nn.Module):
 
 
 def run_group(
-    block: Block, group: Group, x: Array, context: Context, per_layer: dict[str, Any]
-) -> tuple[Array, dict[str, Any]]:
+    block: Block,
+    group: Group,
+    x: Array,
+    context: Context,
+    per_layer: Mapping[str | None, Any],
+) -> tuple[Array, dict[str | None, Any]]:
     """Runs a block once, or scans it over its repeats."""
     if group.repeats is None:
         return block(x, context, per_layer)
@@ -87,24 +92,30 @@ def run_layers(
         split_rngs={nn.DenyList("params"): True, "params": False},
         in_axes=nn.broadcast,
         length=1,
+        check_constancy_invariants=False,
     )
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
         x, result = once(layer, x, context, per_layer)
     return x, jax.tree.map(lambda leaf: leaf[0], result)
 
 
-def _step(layer: nn.Module, x: Array, context: Context, per_layer: Any):
+def _step(
+    layer: nn.Module, x: Array, context: Context, per_layer: Any
+) -> tuple[Array, Any]:
     index, cache = per_layer
     x, cache, aux = layer(x, context.at_layer(index), cache)
     return x, (cache, aux)
 
 
-def _scan(step, length: int, axis_name: str, config: DecoderConfig):
+def _scan(
+    step: Callable[..., Any], length: int, axis_name: str, config: DecoderConfig
+) -> Callable[..., Any]:
     return nn.scan(
         step,
         variable_axes={"params": config.param_scan_axis, REST: 0},
         split_rngs={True: True},
         in_axes=(nn.broadcast, 0),
         length=length,
+        check_constancy_invariants=False,
         metadata_params={nn.PARTITION_NAME: axis_name},
     )

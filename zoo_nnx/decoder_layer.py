@@ -41,18 +41,15 @@ class DecoderLayer(nnx.Module):
         key, dtype = params_key(rngs), jnp.dtype(config.param_dtype)
         declare(self, decoder_layer.norm_specs(config), key, dtype)
 
-        mixer = decoder_layer.mixer_name(kind)
-        keys = {"param_dtype": dtype, "rngs": child_rngs(key, mixer)}
+        mixer, feed_forward = decoder_layer.parts(config, kind)
+        own = child_rngs(key, decoder_layer.mixer_name(kind))
         if kind.mixer == "full_attention":
-            self.self_attn = GatedAttention(config.attention, **keys)
+            self.self_attn = GatedAttention(mixer, param_dtype=dtype, rngs=own)
         else:
-            self.linear_attn = GatedDeltaNet(config.delta_net, **keys)
-
-        keys["rngs"] = child_rngs(key, "mlp")
-        if kind.feed_forward == "dense":
-            self.mlp = MLP(config.mlp, **keys)
-        else:
-            self.mlp = SparseMoE(config.moe, **keys)
+            self.linear_attn = GatedDeltaNet(mixer, param_dtype=dtype, rngs=own)
+        make: Any = MLP if kind.feed_forward == "dense" else SparseMoE
+        own = child_rngs(key, "mlp")
+        self.mlp = make(feed_forward, param_dtype=dtype, rngs=own)
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None

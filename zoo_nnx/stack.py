@@ -67,9 +67,9 @@ def make_run(
 
     def split_layer(index: Array) -> States:
         layer = make_layer(index, run.kind)
-        graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+        graphdef, *states = nnx.split(layer, nnx.Param, ...)
         graphdefs.append(graphdef)
-        return params, rest
+        return states[0], states[1]
 
     params, rest = map_layers(split_layer, indices, traced)
     if any(graphdef != graphdefs[0] for graphdef in graphdefs):
@@ -153,7 +153,7 @@ class _Block:
         self.graphdefs, self.group = graphdefs, group
         self.context, self.config = context, config
 
-    def run(self, x: Array, inputs: Mapping[tuple[str, ...], Any]):
+    def run(self, x: Array, inputs: Mapping[tuple[str, ...], Any]) -> tuple[Array, Any]:
         """The group once, or scanned over its repeats."""
         if self.group.repeats is None:
             return self(x, inputs)
@@ -168,7 +168,9 @@ class _Block:
             for path, (owned, cache, aux) in results.items()
         }
 
-    def __call__(self, x: Array, inputs: Mapping[tuple[str, ...], Any]):
+    def __call__(
+        self, x: Array, inputs: Mapping[tuple[str, ...], Any]
+    ) -> tuple[Array, Any]:
         results = {}
         for run in self.group.runs:
             path = run_path(self.group, run)
@@ -186,7 +188,7 @@ def _layer_step(graphdef: nnx.GraphDef, config: DecoderConfig) -> Callable[..., 
 
     def step(
         params: nnx.State, rest: nnx.State, x: Array, context: Context, per_layer: Any
-    ):
+    ) -> tuple[Array, Any]:
         index, cache = per_layer
         layer = nnx.merge(graphdef, _fresh(params), _fresh(rest))
         x, cache, aux = layer(x, context.at_layer(index), cache)
@@ -205,7 +207,7 @@ def _scan_layers(
     context: Context,
     per_layer: Any,
     config: DecoderConfig,
-):
+) -> tuple[Array, Any]:
     params, rest = _to_front(states[0], config.param_scan_axis), _to_front(states[1], 0)
 
     def body(x, inputs):
@@ -223,7 +225,7 @@ def _single_layer(
     context: Context,
     per_layer: Any,
     config: DecoderConfig,
-):
+) -> tuple[Array, Any]:
     """A scan of length one that closes over the weights.
 
     Carried, they would be saved for the backward pass of every block.
@@ -281,7 +283,7 @@ def _to_front(state: nnx.State, axis: int) -> nnx.State:
 
 
 def _add_axis_name(state: nnx.State, name: str, axis: int = 0) -> nnx.State:
-    """The state with `name` as the name of a new stack axis, where leaves have names."""
+    """The state with a new stack axis' name put in, where leaves have names."""
 
     def add(variable: nnx.Variable) -> nnx.Variable:
         names = variable.get_metadata().get("out_sharding")

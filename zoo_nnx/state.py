@@ -31,13 +31,13 @@ def from_params(
     Raises:
       ValueError: leaves are missing, unexpected or of the wrong shape; all are listed.
     """
-    streams = dict(rngs.items()) if rngs is not None else {}
+    streams: dict[str, Any] = dict(rngs.items()) if rngs is not None else {}
     streams.setdefault("params", nnx.Rngs(0).default)
 
     def build() -> Decoder:
         return Decoder(config, rngs=nnx.Rngs(**streams), **options)
 
-    graphdef, abstract, _ = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
+    graphdef, abstract, *_ = nnx.split(nnx.eval_shape(build), nnx.Param, ...)
     check_same_paths(nnx.to_pure_dict(abstract), params)
     nnx.replace_by_pure_dict(abstract, dict(params))
     # Compiled, the parameters are dead code: only the other state is ever computed.

@@ -1,1 +1,1 @@
-"""One small module a command: `define_flags`, and `run`, which gives the exit status."""
+"""One module a command: `define_flags`, and `run`, which gives the exit status."""

@@ -9,7 +9,8 @@ Exit status 0: every tier proved; 1: something differs; 2: bad input.
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import rich.console
 from absl import flags
@@ -44,7 +45,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def run(
-    arguments: Sequence[str], values: flags.FlagValues, console: rich.console.Console
+    arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
     """Checks one target."""
     if len(arguments) != 1:
@@ -53,15 +54,15 @@ def run(
         )
     report = zoo.check_target(
         arguments[0],
-        values["tiers"].value,
-        expect=values["expect"].value,
-        seed=values["seed"].value,
-        scan_layers=values["scan_layers"].value,
-        examples=values["examples"].value,
+        options["tiers"],
+        expect=options["expect"],
+        seed=options["seed"],
+        scan_layers=options["scan_layers"],
+        examples=options["examples"],
     )
     report.print(console)
     for name, text in (("json", report.to_json()), ("markdown", report.to_markdown())):
-        if values[name].value:
-            pathlib.Path(values[name].value).write_text(text)
+        if options[name]:
+            pathlib.Path(options[name]).write_text(text)
     console.print("proved" if report.ok else "NOT EQUAL", style="bold")
     return 0 if report.ok else 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,16 +29,16 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def run(
-    arguments: Sequence[str], values: flags.FlagValues, console: rich.console.Console
+    arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
     """Writes one golden file."""
     if len(arguments) != 2:
         raise ValueError("Give a checkpoint folder and the file to write.")
     folder, out = (pathlib.Path(argument) for argument in arguments)
     config = shared.DecoderConfig.from_hf(folder)
-    lengths = [int(length) for length in values["lengths"].value]
-    random = np.random.default_rng(values["seed"].value)
-    batch = values["batch"].value
+    lengths = [int(length) for length in options["lengths"]]
+    random = np.random.default_rng(options["seed"])
+    batch = options["batch"]
     golden: dict[str, np.ndarray] = {}
     reference = _Reference(folder)
     for length in lengths:
@@ -95,7 +95,7 @@ def _write(out: pathlib.Path, golden: dict[str, np.ndarray]) -> None:
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = out.with_name(f".{out.name}.partial.npz")
     try:
-        np.savez_compressed(partial, **golden)
+        np.savez_compressed(partial, **golden)  # type: ignore[arg-type]
         os.replace(partial, out)
     finally:
         partial.unlink(missing_ok=True)

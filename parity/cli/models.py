@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -24,7 +24,7 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 def run(
-    arguments: Sequence[str], values: flags.FlagValues, console: rich.console.Console
+    arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
     """Prints the list."""
     if arguments:
@@ -36,8 +36,8 @@ def run(
     for row in rows:
         table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in row.values()))
     console.print(table)
-    if values["json"].value:
-        pathlib.Path(values["json"].value).write_text(json.dumps(rows, indent=2) + "\n")
+    if options["json"]:
+        pathlib.Path(options["json"]).write_text(json.dumps(rows, indent=2) + "\n")
     return 0
 
 

@@ -5,6 +5,7 @@ B batch, T time, D model width, V vocabulary, L layers, E experts.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -89,8 +90,11 @@ def param_specs(config: DecoderConfig) -> dict[str, Any]:
         names = STACK_AXES[:1] * (group.repeats is not None)
         names += STACK_AXES[1:] * run.stacked
         specs = map_specs(
-            lambda spec, sizes=sizes, names=names: spec.stacked(
-                sizes, names, config.param_scan_axis
+            functools.partial(
+                ParamSpec.stacked,
+                sizes=sizes,
+                names=names,
+                axis=config.param_scan_axis,
             ),
             decoder_layer.param_specs(config, run.kind),
         )

@@ -54,6 +54,13 @@ def mixer_name(kind: LayerKind) -> str:
     return "self_attn" if kind.mixer == "full_attention" else "linear_attn"
 
 
+def parts(config: DecoderConfig, kind: LayerKind) -> tuple[Any, Any]:
+    """The parts of the config that a layer's mixer and feed-forward take."""
+    mixer = config.attention if kind.mixer == "full_attention" else config.delta_net
+    feed_forward = config.mlp if kind.feed_forward == "dense" else config.moe
+    return mixer, feed_forward
+
+
 def norm_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
     """The two norms, zero-centred."""
     norm = ParamSpec((config.hidden_size,), ("embed",), constant(0.0))
@@ -62,22 +69,19 @@ def norm_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
 
 def param_specs(config: DecoderConfig, kind: LayerKind) -> SpecTree:
     """All parameters of a layer of `kind`, without stack axes."""
+    mixer, feed_forward = parts(config, kind)
     specs: dict[str, Any] = {**norm_specs(config)}
     if kind.mixer == "full_attention":
-        assert config.attention is not None
-        specs["self_attn"] = gated_attention.param_specs(config.attention)
+        specs["self_attn"] = gated_attention.param_specs(mixer)
     else:
-        assert config.delta_net is not None
-        specs["linear_attn"] = gated_delta_net.param_specs(config.delta_net)
+        specs["linear_attn"] = gated_delta_net.param_specs(mixer)
     if kind.feed_forward == "dense":
-        assert config.mlp is not None
-        specs["mlp"] = mlp.param_specs(config.mlp)
+        specs["mlp"] = mlp.param_specs(feed_forward)
     else:
-        assert config.moe is not None
         specs["mlp"] = {
-            **sparse_moe.param_specs(config.moe),
-            "experts": experts.param_specs(config.moe),
-            "shared_expert": mlp.param_specs(config.moe.shared_expert),
+            **sparse_moe.param_specs(feed_forward),
+            "experts": experts.param_specs(feed_forward),
+            "shared_expert": mlp.param_specs(feed_forward.shared_expert),
         }
     return specs
 
@@ -90,13 +94,10 @@ def init_cache(
     dtype: jnp.dtype,
 ) -> LayerCache:
     """The empty cache of a layer of `kind`."""
+    mixer, _ = parts(config, kind)
     if kind.mixer == "full_attention":
-        assert config.attention is not None
-        return gated_attention.init_cache(
-            config.attention, batch_size, max_length, dtype
-        )
-    assert config.delta_net is not None
-    return gated_delta_net.init_cache(config.delta_net, batch_size, dtype)
+        return gated_attention.init_cache(mixer, batch_size, max_length, dtype)
+    return gated_delta_net.init_cache(mixer, batch_size, dtype)
 
 
 def apply(

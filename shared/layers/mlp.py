@@ -1,4 +1,7 @@
-"""The gated feed-forward layer. B batch, T time, D model width, F feed-forward width."""
+"""The gated feed-forward layer.
+
+B batch, T time, D model width, F feed-forward width.
+"""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def gated_delta_rule_chunked(
 
     q, k, values = by_chunk(q), by_chunk(k), by_value_head(v)
     beta, log_decay = by_value_head(beta), by_value_head(log_decay)
-    state_decay, decay = _decays(log_decay, _group_chunks(groups, size))
+    state_decay, decay = _decays(log_decay, *_group_chunks(groups, size))
 
     products = einsum("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
     place = np.arange(size)
@@ -135,7 +135,8 @@ def _group_chunks(
 
 def _decays(
     log_decay: Float[Array, "n B Hk r C"],
-    groups: tuple[Int[Array, "n B C"], Int[Array, "n B"]],
+    groups: Int[Array, "n B C"],
+    group_before: Int[Array, "n B"],
 ) -> tuple[Float[Array, "n B Hk r C"], Float[Array, "n B Hk r C C"]]:
     """Decay from before the chunk to each place, and from place j to place i.
 
@@ -143,7 +144,6 @@ def _decays(
     small terms next to a large one. Masks go in before `exp`, since the gradient of
     where(mask, exp(x), 0) is 0 times infinity where exp overflows.
     """
-    groups, group_before = groups
     place = np.arange(log_decay.shape[-1])
     after = (place[:, None] > place)[None, None, None, None]
     between = jnp.cumsum(jnp.where(after, log_decay[..., None], 0), axis=-2)

@@ -145,14 +145,14 @@ class _Blocks(NamedTuple):
 
     Attributes:
         size: Rows in a full block.
-        count: Number of blocks in use; entries from there on mean nothing.
+        used: Number of blocks in use; entries from there on mean nothing.
         group: The group of each block.
         start: Its first row.
         rows: Its number of rows.
     """
 
     size: int
-    count: Int[Array, ""]
+    used: Int[Array, ""]
     group: Int[Array, " b"]
     start: Int[Array, " b"]
     rows: Int[Array, " b"]
@@ -174,7 +174,7 @@ def _blocks(group_sizes: Int[Array, " E"], rows: int) -> _Blocks:
     start += (block - first_block[group]) * size
     return _Blocks(
         size=size,
-        count=jnp.sum(per_group, dtype=group_sizes.dtype),
+        used=jnp.sum(per_group, dtype=group_sizes.dtype),
         group=group,
         start=start,
         rows=jnp.minimum(last_row[group] - start, size),
@@ -213,7 +213,7 @@ def _multiply_blocks(
         return jax.lax.dynamic_update_slice_in_dim(y, product, start, axis=0)
 
     y = jnp.zeros((padded.shape[0], weights.shape[2 - contract]), accumulator)
-    y = jax.lax.fori_loop(0, blocks.count, multiply, y)
+    y = jax.lax.fori_loop(0, blocks.used, multiply, y)
     return y[: rows.shape[0]].astype(rows.dtype)
 
 
@@ -248,7 +248,7 @@ def _sum_outer_blocks(
 
     shape = group_sizes.shape[0], rows.shape[1], gradient.shape[1]
     sums = jnp.zeros(shape, accumulator)
-    return jax.lax.fori_loop(0, blocks.count, add, sums).astype(dtype)
+    return jax.lax.fori_loop(0, blocks.used, add, sums).astype(dtype)
 
 
 def _sort_by_expert(

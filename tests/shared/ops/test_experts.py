@@ -15,9 +15,9 @@ from tests.references import experts as reference
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 11, 3, 5, 8, 6
 
 # Share of the largest value. A sum runs over 8 + 6 terms and up to 11 tokens; the worst
-# errors seen are 1e-15 and 8e-7. In bfloat16, rounding of inputs of `down_proj` and of
+# errors seen are 1e-15 and 2e-7. In bfloat16, rounding of inputs of `down_proj` and of
 # each expert's output: some units of 2^-9.
-TOLERANCE = {np.float64: 1e-14, np.float32: 8e-6, jnp.bfloat16: 2e-2}
+TOLERANCE = {np.float64: 1e-14, np.float32: 2e-6, jnp.bfloat16: 2e-2}
 
 
 class Inputs(NamedTuple):
@@ -139,9 +139,7 @@ def test_no_token_is_dropped_when_all_choose_the_same(favourite):
     assert_matches_the_loop(inputs._replace(experts=same))
 
 
-@pytest.mark.parametrize(
-    "tokens, experts, choices", [(1, 64, 10), (8, 64, 10), (300, 4, 1)]
-)
+@pytest.mark.parametrize("tokens, experts, choices", [(1, 64, 10), (300, 4, 1)])
 def test_few_tokens_and_many(tokens, experts, choices):
     inputs = draw_inputs(3, tokens=tokens, experts=experts, choices=choices)
     assert_matches_the_loop(inputs)

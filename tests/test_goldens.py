@@ -1,0 +1,187 @@
+"""The reference's numbers, in both frontends, scanned and not.
+
+Tolerances stand in `parity.oracle`; `numpy64.npz` is an independent float64 model.
+"""
+
+import functools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+import shared
+from parity import decoders, oracle
+from shared.trees import flatten
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+CASES = ("qwen3_next_6l", "qwen3_next_8l", "qwen3_next_dense_mix")
+SECTIONS = ("fwd", "hidden65", "hidden5", "leftpad", "rightpad", "loss", "loss_masked")
+# Other layouts of the same weights, with the cases that have them.
+LAYOUTS = {
+    "config_hub_style": CASES,
+    "sharded": ("qwen3_next_8l",),
+    "fused_experts": ("qwen3_next_8l",),
+}
+
+
+@functools.cache
+def load(case: str, scan_layers: bool):
+    return shared.checkpoint.load_hf(GOLDENS / case, scan_layers=scan_layers)
+
+
+@functools.cache
+def golden(case: str) -> dict[str, np.ndarray]:
+    return oracle.read_golden(GOLDENS / case / "golden.npz")
+
+
+@functools.cache
+def frontend(case: str, scan_layers: bool, name: str):
+    """The model as a function, one for all tests, so that it compiles once a shape."""
+    config, params = load(case, scan_layers)
+    pair = decoders.make_pair(config, params)
+    if name == "linen":
+        return decoders.linen_apply(pair.linen)
+    return decoders.nnx_apply(pair.nnx)
+
+
+every_model = pytest.mark.parametrize(
+    ("case", "scan_layers", "name"),
+    [
+        pytest.param(
+            case,
+            scan,
+            name,
+            id=f"{case}-{'scanned' if scan else 'unscanned'}-{name}",
+            # One process a model: the second frontend's identical program then comes
+            # from the compilation cache.
+            marks=pytest.mark.xdist_group(f"{case}-{scan}"),
+        )
+        for case in CASES
+        for scan in (True, False)
+        for name in ("linen", "nnx")
+    ],
+)
+
+
+@every_model
+def test_logits_hidden_states_padding_and_losses_are_the_references(
+    case, scan_layers, name
+):
+    config, params = load(case, scan_layers)
+    wanted = {k: v for k, v in golden(case).items() if k.split("/")[0] in SECTIONS}
+    apply = frontend(case, scan_layers, name)
+    matches = list(oracle.compare_golden(config, params, apply, wanted))
+
+    outside = [m for m in matches if not m.error <= m.tolerance]
+    assert not outside
+    assert {m.name for m in matches} == _comparable(wanted)
+    assert all(m.elements > 0 for m in matches)
+
+
+@every_model
+def test_every_gradient_is_the_references(case, scan_layers, name):
+    config, params = load(case, scan_layers)
+    wanted = {k: v for k, v in golden(case).items() if k.split("/")[0] == "grad"}
+    inputs = {k: golden(case)[k] for k in ("loss/input_ids", "loss/labels")}
+    apply = frontend(case, scan_layers, name)
+    matches = list(oracle.compare_gradients(config, params, apply, wanted | inputs))
+
+    assert not [m for m in matches if not m.error <= m.tolerance]
+    names = wanted["grad/names"]
+    assert {m.name for m in matches} == {
+        f"grad/{kind}/{tensor}" for kind in ("norm", "proj") for tensor in names
+    }
+
+
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_as_near_to_float64_as_the_reference_is(case, scan_layers):
+    _, params = load(case, scan_layers)
+    run = jax.jit(frontend(case, scan_layers, "linen"))
+    with np.load(GOLDENS / case / "numpy64.npz") as truth:
+        for key in truth:
+            with jax.default_matmul_precision("highest"):
+                mine = run(params, golden(case)[key.replace("logits", "input_ids")])
+            error = np.abs(np.asarray(mine.logits) - truth[key])
+            reference = np.abs(golden(case)[key] - truth[key])
+            # Rounding differs; the amplification, which is the model's, does not.
+            assert error.max() <= max(10 * reference.max(), 2e-4), key
+            assert error.mean() <= 5e-5, key
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_in_float64_nothing_is_left_of_the_difference(case):
+    """The stored truth is rounded to float32, so it is known to 1e-6 of its size."""
+    with jax.enable_x64(True):
+        config, params = shared.checkpoint.load_hf(
+            GOLDENS / case, param_dtype="float64"
+        )
+        config = config.replace(dtype="float64")
+        pair = decoders.make_pair(config, params)
+        run = jax.jit(decoders.nnx_apply(pair.nnx))
+        with np.load(GOLDENS / case / "numpy64.npz") as truth:
+            tokens = golden(case)["fwd/65/input_ids"]
+            logits = np.asarray(run(params, tokens).logits)
+            assert logits.dtype == np.float64
+            np.testing.assert_allclose(logits, truth["fwd/65/logits"], atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"), [(c, layout) for layout, cs in LAYOUTS.items() for c in cs]
+)
+@pytest.mark.parametrize("scan_layers", [True, False], ids=["scanned", "unscanned"])
+def test_every_layout_gives_the_same_config_and_bytes(
+    case, layout, scan_layers, tmp_path
+):
+    folder = GOLDENS / case / layout
+    if layout == "config_hub_style":
+        folder = tmp_path
+        shutil.copy(GOLDENS / case / "model.safetensors", folder)
+        shutil.copy(GOLDENS / case / "config_hub_style.json", folder / "config.json")
+        assert "full_attention_interval" in json.loads(
+            (folder / "config.json").read_text()
+        )
+    config, params = shared.checkpoint.load_hf(folder, scan_layers=scan_layers)
+    expected_config, expected = load(case, scan_layers)
+    assert config == expected_config
+    want, have = dict(flatten(expected)), dict(flatten(params))
+    assert want.keys() == have.keys()
+    for path in want:
+        assert np.array_equal(want[path], have[path]), path
+
+
+def test_mixers_and_feed_forwards_are_the_references():
+    """`capture_intermediates` of Linen, against what the reference's modules gave."""
+    case = "qwen3_next_dense_mix"
+    config, params = load(case, False)
+    model = decoders.make_pair(config, params).linen
+    tokens = golden(case)["fwd/5/input_ids"]
+    with jax.default_matmul_precision("highest"):
+        _, state = jax.jit(
+            lambda params, tokens: model.apply(
+                {"params": params}, tokens, capture_intermediates=True
+            )
+        )(params, tokens)
+    for i, kind in enumerate(config.layers):
+        captured = state["intermediates"][f"layers_{i}"]
+        mixer = "self_attn" if kind.mixer == "full_attention" else "linear_attn"
+        for key, module in (("mixer", mixer), ("mlp", "mlp")):
+            (called,) = captured[module]["__call__"]
+            output = called[0] if isinstance(called, tuple) else called
+            output = np.asarray(output).reshape(2, 5, -1)  # a scan of length one
+            reference = golden(case)[f"hidden5/{key}_{i}"]
+            np.testing.assert_allclose(output, reference, atol=oracle.FORWARD_ATOL)
+
+
+def _comparable(wanted) -> set[str]:
+    """Keys that hold results of the whole model; the rest are inputs or inner parts."""
+    inputs = ("input_ids", "attention_mask", "position_ids", "labels")
+    parts = ("mixer_", "mlp_")
+    return {
+        key
+        for key in wanted
+        if not key.endswith(inputs) and not key.split("/")[1].startswith(parts)
+    }

@@ -1,0 +1,711 @@
+"""Each fault in the shared mathematics is found by the oracle, and only by it.
+
+Both frontends call the same functions, so they go wrong together: that they agree says
+nothing about the formulas, and the reference's numbers are what does. Every fault here
+changes one thing, and has to move the numbers by ten tolerances while Linen and NNX
+still give the same bits.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import pathlib
+import types
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import shared
+from parity import decoders, oracle
+from parity.trees import compare_bytes
+from shared.layers import (
+    decoder,
+    decoder_layer,
+    experts,
+    gated_attention,
+    gated_delta_net,
+    linear,
+    mlp,
+    sparse_moe,
+)
+from shared.ops import (
+    attention,
+    delta_rule_chunked,
+    norm,
+    rope,
+    routing,
+)
+from shared.ops import experts as expert_ops
+from shared.plan import LayerPlan
+
+GOLDENS = pathlib.Path(__file__).parent / "goldens"
+TOLERANCES = {"logits": oracle.FORWARD_ATOL, "aux_loss": oracle.LOSS_ATOL}
+MARGIN = 10
+
+
+# ------------------------------------------------------------------- norms and head
+
+
+def layer_norms_scale_by_w(patch):
+    """The norms around mixer and feed-forward multiply by w, not by 1 + w."""
+    patch.setattr(decoder_layer, "zero_centered_rms_norm", norm.rms_norm)
+
+
+def query_and_key_norms_scale_by_w(patch):
+    """The norms of queries and keys multiply by w, not by 1 + w."""
+    patch.setattr(gated_attention, "zero_centered_rms_norm", norm.rms_norm)
+
+
+def query_and_key_norms_missing(patch):
+    """Queries and keys of full attention are not normalised."""
+    patch.setattr(gated_attention, "zero_centered_rms_norm", lambda x, weight, eps: x)
+
+
+def final_norm_scales_by_w(patch):
+    """The norm before the head multiplies by w, not by 1 + w."""
+    patch.setattr(decoder, "zero_centered_rms_norm", norm.rms_norm)
+
+
+def final_norm_missing(patch):
+    """The head sees the residual stream as it is."""
+    patch.setattr(decoder, "zero_centered_rms_norm", lambda x, weight, eps: x)
+
+
+def gated_norm_scales_by_one_plus_w(patch):
+    """The gated norm multiplies by 1 + w, as the other norms do."""
+    original = norm.gated_rms_norm
+    patch.setattr(
+        gated_delta_net,
+        "gated_rms_norm",
+        lambda x, gate, weight, eps: original(x, gate, 1 + weight, eps),
+    )
+
+
+def gate_before_the_gated_norm(patch):
+    """Norm of the gated value instead of gate on the normalised value."""
+    patch.setattr(
+        gated_delta_net,
+        "gated_rms_norm",
+        lambda x, gate, weight, eps: norm.rms_norm(x * jax.nn.silu(gate), weight, eps),
+    )
+
+
+def gated_norm_gated_by_sigmoid(patch):
+    """The gate of the gated norm is a sigmoid, as in full attention."""
+    patch.setattr(norm, "jax", jax_with(silu=jax.nn.sigmoid))
+
+
+def embedding_scaled(patch):
+    """Embeddings times sqrt(D), as other families have it."""
+    original = decoder.embed
+    patch.setattr(
+        decoder,
+        "embed",
+        lambda weights, tokens, config: (
+            original(weights, tokens, config) * config.hidden_size**0.5
+        ),
+    )
+
+
+# ------------------------------------------------------------------- full attention
+
+
+def gate_after_the_output_projection(patch):
+    """The gate multiplies what o_proj gives, not what it takes."""
+    project, apply = gated_attention._project, gated_attention.apply
+
+    def project_without_gate(weights, x, config):
+        q, gate, k, v = project(weights, x, config)
+        return q, jnp.full_like(gate, jnp.inf), k, v
+
+    def apply_then_gate(weights, x, context, cache, *, config):
+        y, cache = apply(weights, x, context, cache, config=config)
+        _, gate, _, _ = project(weights, x, config)
+        gate = gate.reshape(*x.shape[:2], -1)[..., : x.shape[-1]]
+        return y * jax.nn.sigmoid(gate), cache
+
+    patch.setattr(gated_attention, "_project", project_without_gate)
+    patch.setattr(gated_attention, "apply", apply_then_gate)
+
+
+def gate_missing_in_attention(patch):
+    """What attention gives is not gated."""
+    patch.setattr(gated_attention, "jax", jax_with(sigmoid=jnp.ones_like))
+
+
+def query_and_gate_as_two_halves(patch):
+    """q_proj is cut into all queries and all gates, not head by head."""
+    original = gated_attention._project
+
+    def project(weights, x, config):
+        _, _, k, v = original(weights, x, config)
+        halves = jnp.split(linear.project(x, weights, "q_proj"), 2, axis=-1)
+        shape = *x.shape[:2], config.num_heads, config.head_dim
+        q, gate = (half.reshape(shape) for half in halves)
+        return q, gate, k, v
+
+    patch.setattr(gated_attention, "_project", project)
+
+
+def query_and_gate_swapped(patch):
+    """Per head, the gate comes first."""
+    original = gated_attention._project
+
+    def project(weights, x, config):
+        q, gate, k, v = original(weights, x, config)
+        return gate, q, k, v
+
+    patch.setattr(gated_attention, "_project", project)
+
+
+def key_heads_tiled_in_attention(patch):
+    """Query head n reads key head n % K, not n // (N / K)."""
+    original = attention.attend
+
+    def attend(q, segment_ids, index, sources, *, scale):
+        sources = [
+            source._replace(
+                keys=tile_heads(source.keys, q.shape[2]),
+                values=tile_heads(source.values, q.shape[2]),
+            )
+            for source in sources
+        ]
+        return original(q, segment_ids, index, sources, scale=scale)
+
+    patch.setattr(attention, "attend", attend)
+
+
+def scores_not_scaled(patch):
+    """Scores are not divided by sqrt(H)."""
+    original = attention.attend
+    patch.setattr(attention, "attend", lambda *args, scale: original(*args, scale=1.0))
+
+
+def attention_sees_the_next_token(patch):
+    """The causal mask is off by one: a query sees the key behind it."""
+    original = attention._visible
+    patch.setattr(
+        attention,
+        "_visible",
+        lambda q_ids, q_index, *rest: original(q_ids, q_index + 1, *rest),
+    )
+
+
+def attention_does_not_see_its_own_token(patch):
+    """The causal mask is off by one: a query does not see its own key."""
+    original = attention._visible
+    patch.setattr(
+        attention,
+        "_visible",
+        lambda q_ids, q_index, *rest: original(q_ids, q_index - 1, *rest),
+    )
+
+
+def rope_missing(patch):
+    """No rotary embedding."""
+    patch.setattr(gated_attention, "apply_rope", lambda x, positions, **options: x)
+
+
+def rope_pairs_neighbours(patch):
+    """Component 2j pairs with 2j + 1, not j with j + R / 2."""
+    original = rope.apply_rope
+
+    def interleaved(x, positions, *, rotary_dim, theta):
+        pairs = np.arange(rotary_dim).reshape(-1, 2).T.ravel()
+        order = np.concatenate([pairs, np.arange(rotary_dim, x.shape[-1])])
+        turned = original(x[..., order], positions, rotary_dim=rotary_dim, theta=theta)
+        return turned[..., np.argsort(order)]
+
+    patch.setattr(gated_attention, "apply_rope", interleaved)
+
+
+def rope_over_the_whole_head(patch):
+    """All components of a head are rotated, not the first quarter."""
+    original = rope.apply_rope
+    patch.setattr(
+        gated_attention,
+        "apply_rope",
+        lambda x, positions, *, rotary_dim, theta: original(
+            x, positions, rotary_dim=x.shape[-1], theta=theta
+        ),
+    )
+
+
+def rope_exponent_counts_the_head(patch):
+    """Frequencies are theta^(-2j / H), not theta^(-2j / R); H is 4 R here."""
+    original = rope.rotary_frequencies
+    patch.setattr(
+        rope,
+        "rotary_frequencies",
+        lambda rotary_dim, theta, dtype: original(rotary_dim, theta**0.25, dtype),
+    )
+
+
+# --------------------------------------------------------------- linear attention
+
+
+def qkvz_split_flat(patch):
+    """in_proj_qkvz is cut into all of q, k, v and z, not key head by key head."""
+    original = gated_delta_net._project
+
+    def project(weights, x, config):
+        _, _, b, a = original(weights, x, config)
+        qkvz = linear.project(x, weights, "in_proj_qkvz")
+        qkv, z = jnp.split(qkvz, [config.conv_dim], axis=-1)
+        return qkv, z.reshape(*b.shape, config.value_head_dim), b, a
+
+    patch.setattr(gated_delta_net, "_project", project)
+
+
+def ba_split_flat(patch):
+    """in_proj_ba is cut into all of b and all of a, not key head by key head."""
+    original = gated_delta_net._project
+
+    def project(weights, x, config):
+        qkv, z, _, _ = original(weights, x, config)
+        b, a = jnp.split(linear.project(x, weights, "in_proj_ba"), 2, axis=-1)
+        return qkv, z, b, a
+
+    patch.setattr(gated_delta_net, "_project", project)
+
+
+def key_heads_tiled_in_delta_rule(patch):
+    """Value head h reads key head h % Hk, not h // (Hv / Hk)."""
+
+    def change(q, k, v, *rest):
+        heads = v.shape[2]
+        return tile_heads(q, heads), tile_heads(k, heads), v, *rest
+
+    change_delta_rule(patch, change)
+
+
+def convolution_looks_one_token_too_far_back(patch):
+    """The window ends at the previous token."""
+    change_convolution(
+        patch, output=lambda y: jnp.pad(y, ((0, 0), (1, 0), (0, 0)))[:, :-1]
+    )
+
+
+def convolution_window_one_too_short(patch):
+    """The oldest tap of the convolution is lost."""
+    change_convolution(patch, weight=lambda w: w.at[0].set(0))
+
+
+def convolution_kernel_flipped(patch):
+    """The first tap multiplies the current token."""
+    change_convolution(patch, weight=lambda w: w[::-1])
+
+
+def silu_after_convolution_missing(patch):
+    """Queries, keys and values are used as the convolution gives them."""
+    patch.setattr(gated_delta_net, "jax", jax_with(silu=identity))
+
+
+def query_and_key_not_of_unit_length(patch):
+    """Queries and keys of the delta rule are not normalised."""
+    patch.setattr(gated_delta_net, "l2_norm", identity)
+
+
+def query_not_scaled(patch):
+    """Queries of the delta rule are not divided by sqrt(Dk)."""
+    change_delta_rule(patch, lambda q, *rest: (q * q.shape[-1] ** 0.5, *rest))
+
+
+def beta_is_one(patch):
+    """Every token is written with full strength."""
+
+    def change(q, k, v, log_decay, beta, *rest):
+        return q, k, v, log_decay, jnp.ones_like(beta), *rest
+
+    change_delta_rule(patch, change)
+
+
+def state_does_not_decay(patch):
+    """The state keeps all it was ever told."""
+    patch.setattr(gated_delta_net, "_log_decay", lambda weights, a: jnp.zeros_like(a))
+
+
+def decay_without_its_bias(patch):
+    """dt_bias is left out of the decay."""
+    original = gated_delta_net._log_decay
+
+    def log_decay(weights, a):
+        bias = jnp.zeros_like(weights["dt_bias"])
+        return original({**weights, "dt_bias": bias}, a)
+
+    patch.setattr(gated_delta_net, "_log_decay", log_decay)
+
+
+def incoming_state_does_not_decay(patch):
+    """A chunk reads, and passes on, the state before it without decay."""
+    change_decays(patch, lambda since, between: (jnp.ones_like(since), between))
+
+
+def state_reset_by_each_chunk(patch):
+    """Every chunk begins with an empty state."""
+    change_decays(patch, lambda since, between: (jnp.zeros_like(since), between))
+
+
+def chunk_sees_its_future(patch):
+    """No mask within a chunk: outputs read what later tokens write."""
+    change_decays(
+        patch,
+        lambda since, between: (
+            since,
+            jnp.where(jnp.tri(between.shape[-1], dtype=bool)[None, None, None, None],
+                      between, 1),
+        ),
+    )  # fmt: skip
+
+
+def chunk_masks_the_wrong_triangle(patch):
+    """Within a chunk, outputs read only what later tokens write."""
+    change_decays(patch, lambda since, between: (since, jnp.matrix_transpose(between)))
+
+
+# ------------------------------------------------------------------- feed-forward
+
+
+def weights_of_experts_not_renormalised(patch):
+    """The weights of the chosen experts do not sum to one."""
+    original = routing.route
+    patch.setattr(
+        sparse_moe, "route", lambda logits, k, normalize: original(
+            logits, k, normalize=False
+        ),
+    )  # fmt: skip
+
+
+def weights_of_experts_in_wrong_order(patch):
+    """The best expert gets the weight of the worst that was chosen."""
+    original = routing.route
+
+    def route(logits, k, *, normalize):
+        chosen = original(logits, k, normalize=normalize)
+        return chosen._replace(weights=chosen.weights[:, ::-1])
+
+    patch.setattr(sparse_moe, "route", route)
+
+
+def router_softmax_twice(patch):
+    """The router's probabilities are taken for logits."""
+    original = routing.route
+    patch.setattr(
+        sparse_moe,
+        "route",
+        lambda logits, k, *, normalize: original(
+            jax.nn.softmax(logits), k, normalize=normalize
+        ),
+    )
+
+
+def router_by_sigmoid(patch):
+    """The router's probabilities are sigmoids."""
+    patch.setattr(routing, "_probabilities", jax.nn.sigmoid)
+
+
+def shared_expert_not_gated(patch):
+    """The shared expert counts in full."""
+    patch.setattr(sparse_moe, "jax", jax_with(sigmoid=jnp.ones_like))
+
+
+def shared_expert_missing(patch):
+    """Only the routed experts count."""
+    original = sparse_moe.apply
+    patch.setattr(
+        sparse_moe,
+        "apply",
+        lambda *args, shared_expert, **options: original(
+            *args, shared_expert=jnp.zeros_like, **options
+        ),
+    )
+
+
+def silu_missing_in_experts(patch):
+    """The gates of the routed experts are linear."""
+    patch.setattr(expert_ops, "jax", jax_with(silu=identity))
+
+
+def silu_missing_in_shared_expert(patch):
+    """The gate of the shared expert is linear."""
+    patch.setattr(mlp, "jax", jax_with(silu=identity))
+
+
+def gate_and_up_swapped_in_experts(patch):
+    """silu is applied to the up projection."""
+    original = experts.apply
+
+    def apply(weights, *args):
+        gate, up = weights["gate_proj"], weights["up_proj"]
+        return original({**weights, "gate_proj": up, "up_proj": gate}, *args)
+
+    patch.setattr(experts, "apply", apply)
+
+
+# -------------------------------------------------------------- plan and router loss
+
+
+def remainder_dropped(patch):
+    """The layers behind the last whole period are not run; their weights stay."""
+    plan = shared.DecoderConfig.plan.func
+    patch.setattr(
+        shared.DecoderConfig, "plan", property(lambda self: without_last(plan(self)))
+    )
+
+
+def router_loss_of_remainder_dropped(patch):
+    """The router loss is that of the scanned layers."""
+    original = LayerPlan.gather
+    patch.setattr(
+        LayerPlan,
+        "gather",
+        lambda self, *args: original(without_last(self), *args),
+    )
+
+
+def router_loss_averaged_over_layers(patch):
+    """A router loss per layer, and their mean, instead of one over all layers."""
+    original = routing.load_balance_loss
+    patch.setattr(
+        decoder, "load_balance_loss", lambda stats: jnp.mean(jax.vmap(original)(stats))
+    )
+
+
+def router_loss_counts_only_the_best_expert(patch):
+    """The router loss takes a token's first choice alone, as with one expert each."""
+    original = routing.router_stats
+    patch.setattr(
+        sparse_moe, "router_stats", lambda logits, k, real: original(logits, 1, real)
+    )
+
+
+FAULTS = {
+    "logits": (
+        layer_norms_scale_by_w,
+        query_and_key_norms_scale_by_w,
+        query_and_key_norms_missing,
+        final_norm_scales_by_w,
+        final_norm_missing,
+        gated_norm_scales_by_one_plus_w,
+        gate_before_the_gated_norm,
+        gated_norm_gated_by_sigmoid,
+        embedding_scaled,
+        gate_after_the_output_projection,
+        gate_missing_in_attention,
+        query_and_gate_as_two_halves,
+        query_and_gate_swapped,
+        key_heads_tiled_in_attention,
+        scores_not_scaled,
+        attention_sees_the_next_token,
+        attention_does_not_see_its_own_token,
+        rope_missing,
+        rope_pairs_neighbours,
+        rope_over_the_whole_head,
+        rope_exponent_counts_the_head,
+        qkvz_split_flat,
+        ba_split_flat,
+        key_heads_tiled_in_delta_rule,
+        convolution_looks_one_token_too_far_back,
+        convolution_window_one_too_short,
+        convolution_kernel_flipped,
+        silu_after_convolution_missing,
+        query_and_key_not_of_unit_length,
+        query_not_scaled,
+        beta_is_one,
+        state_does_not_decay,
+        decay_without_its_bias,
+        incoming_state_does_not_decay,
+        state_reset_by_each_chunk,
+        chunk_sees_its_future,
+        chunk_masks_the_wrong_triangle,
+        weights_of_experts_not_renormalised,
+        weights_of_experts_in_wrong_order,
+        router_softmax_twice,
+        router_by_sigmoid,
+        shared_expert_not_gated,
+        shared_expert_missing,
+        silu_missing_in_experts,
+        silu_missing_in_shared_expert,
+        gate_and_up_swapped_in_experts,
+        remainder_dropped,
+    ),
+    "aux_loss": (
+        router_loss_of_remainder_dropped,
+        router_loss_averaged_over_layers,
+        router_loss_counts_only_the_best_expert,
+    ),
+}
+# One key head cannot be tiled wrongly; the other model has two.
+NEEDS_TWO_KEY_HEADS = (key_heads_tiled_in_attention,)
+MODELS = ("qwen3_next_6l", "qwen3_next_8l")
+
+
+# ------------------------------------------------------------------------- tools
+
+
+def identity(x):
+    return x
+
+
+def jax_with(**functions):
+    """What a module calls `jax`, with some functions of `jax.nn` changed."""
+    nn = types.SimpleNamespace(**{**vars(jax.nn), **functions})
+    return types.SimpleNamespace(**{**vars(jax), "nn": nn})
+
+
+def tile_heads(x, heads):
+    """[B, T, K, ...] with its heads one after the other, again and again."""
+    repeats = [1] * x.ndim
+    repeats[2] = heads // x.shape[2]
+    return jnp.tile(x, repeats)
+
+
+def change_delta_rule(patch, change):
+    original = gated_delta_net.gated_delta_rule
+    patch.setattr(
+        gated_delta_net,
+        "gated_delta_rule",
+        lambda *args, **options: original(*change(*args), **options),
+    )
+
+
+def change_decays(patch, change):
+    """`change`: (decay since the chunk began, decay between places) -> the same."""
+    original = delta_rule_chunked._decays
+    patch.setattr(delta_rule_chunked, "_decays", lambda *args: change(*original(*args)))
+
+
+def change_convolution(patch, weight=identity, output=identity):
+    original = gated_delta_net.causal_conv1d
+
+    def convolve(x, w, *rest):
+        y, tail = original(x, weight(w), *rest)
+        return output(y), tail
+
+    patch.setattr(gated_delta_net, "causal_conv1d", convolve)
+
+
+def without_last(plan):
+    return dataclasses.replace(plan, groups=plan.groups[:-1])
+
+
+@contextlib.contextmanager
+def planted(fault):
+    """`fault` in place; JAX forgets what it traced before and meanwhile."""
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            fault(patch)
+            jax.clear_caches()
+            yield
+    finally:
+        jax.clear_caches()
+
+
+class Model(NamedTuple):
+    params: dict
+    frontends: tuple
+    golden: dict
+
+
+@functools.cache
+def load(name):
+    config, params = shared.checkpoint.load_hf(GOLDENS / name)
+    pair = decoders.make_pair(config, params)
+    frontends = decoders.linen_apply(pair.linen), decoders.nnx_apply(pair.nnx)
+    return Model(params, frontends, oracle.read_golden(GOLDENS / name / "golden.npz"))
+
+
+def measure(name):
+    """Both frontends' results, and the distance of each from the reference."""
+    model = load(name)
+    inputs = {"logits": "fwd/65/input_ids", "aux_loss": "loss/input_ids"}
+    expected = {"logits": "fwd/65/logits", "aux_loss": "loss/aux"}
+    results = []
+    for apply in model.frontends:
+        # One name: where both frontends lower to the same program, it is compiled once.
+        def forward(params, tokens, apply=apply):
+            output = apply(params, tokens)
+            return {"logits": output.logits, "aux_loss": output.aux_loss}
+
+        run = jax.jit(forward)
+        with jax.default_matmul_precision("highest"):
+            results.append(
+                {
+                    what: np.asarray(run(model.params, model.golden[key])[what])
+                    for what, key in inputs.items()
+                }
+            )
+    distances = {
+        what: max(np.abs(result[what] - model.golden[key]).max() for result in results)
+        for what, key in expected.items()
+    }
+    return results, distances
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_without_a_fault_the_oracle_passes_and_the_frontends_agree(name):
+    results, distances = measure(name)
+    assert compare_bytes(*results, finite=True).equal
+    for what, tolerance in TOLERANCES.items():
+        assert distances[what] <= tolerance
+
+
+@pytest.mark.parametrize(
+    "what,fault",
+    [
+        pytest.param(what, fault, id=fault.__name__)
+        for what, faults in FAULTS.items()
+        for fault in faults
+    ],
+)
+def test_a_fault_fails_the_oracle_while_the_frontends_agree(what, fault):
+    with planted(fault):
+        results, distances = measure(MODELS[fault in NEEDS_TWO_KEY_HEADS])
+    difference = compare_bytes(*results, finite=True)
+    assert difference.equal, difference.differences
+    assert MARGIN * TOLERANCES[what] <= distances[what] < np.inf
+
+
+def mask_after_exp(patch):
+    """Decay within a chunk: exp of a difference of sums first, the mask after it.
+
+    Forward the mask hides what overflows. Backward, 0 times infinity is not a number.
+    """
+
+    def change(log_decay, groups):
+        total = jnp.cumsum(log_decay, axis=-1)
+        lower = jnp.tri(log_decay.shape[-1], dtype=bool)[None, None, None, None]
+        between = jnp.exp(total[..., :, None] - total[..., None, :])
+        return jnp.exp(total), jnp.where(lower, between, 0)
+
+    patch.setattr(delta_rule_chunked, "_decays", change)
+
+
+def strong_decay_gradient():
+    """Of the sum of the delta rule's outputs, to log_decay, which reaches -20."""
+    generator = np.random.default_rng(0)
+    shape = 1, 16, 2, 4
+    q, k, v = generator.normal(size=(3, *shape)).astype(np.float32) / 2
+    log_decay = -generator.uniform(0, 20, shape[:3]).astype(np.float32)
+    beta = np.full(shape[:3], 0.5, np.float32)
+    state, ones = np.zeros((1, 2, 4, 4), np.float32), np.ones((1, 16), bool)
+
+    def total(log_decay):
+        rule = delta_rule_chunked.gated_delta_rule_chunked
+        y, _ = rule(q, k, v, log_decay, beta, state, 0 * ones.astype(np.int32), ones, 8)
+        return jnp.sum(y), y
+
+    gradient, y = jax.jit(jax.grad(total, has_aux=True))(log_decay)
+    return y, gradient
+
+
+def test_mask_after_exp_ruins_the_gradient_under_strong_decay():
+    right, right_gradient = strong_decay_gradient()
+    with planted(mask_after_exp):
+        wrong, wrong_gradient = strong_decay_gradient()
+    np.testing.assert_allclose(wrong, right, rtol=1e-4, atol=1e-5)
+    assert np.isfinite(right_gradient).all()
+    assert not np.isfinite(wrong_gradient).all()
