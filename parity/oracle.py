@@ -93,7 +93,7 @@ def read_golden(path: str | pathlib.Path) -> dict[str, np.ndarray]:
             golden = {name: arrays[name] for name in arrays}
     except (ValueError, OSError, EOFError) as error:
         raise OracleError(f"{path} is no npz of plain arrays: {error}") from error
-    if not any(name.split("/")[0] in _SECTIONS for name in golden):
+    if not _sections_of(golden):
         raise OracleError(
             f"{path} holds none of {', '.join(_SECTIONS)}. Its keys begin with "
             f"{', '.join(sorted({name.split('/')[0] for name in golden}))}."
@@ -118,17 +118,29 @@ def compare_golden(
     apply: Apply,
     golden: Mapping[str, np.ndarray],
 ) -> Iterator[Match]:
-    """Runs the model on each section of `golden` and measures the distance."""
-    compiled = jax.jit(apply, static_argnames="output_hidden_states")
+    """Runs the model on each section of `golden` and measures the distance.
+
+    One function serves all sections, so that inputs of one shape compile once.
+    """
+    hidden = any(section.startswith("hidden") for section in _sections_of(golden))
+
+    @jax.jit
+    def compiled(*args: Any, **kw: Any) -> shared.DecoderOutput:
+        return apply(*args, output_hidden_states=hidden, **kw)
 
     def run(*args: Any, **kw: Any) -> shared.DecoderOutput:
         with jax.default_matmul_precision("highest"):
             return compiled(*args, **kw)
 
-    for section, compare in _SECTIONS.items():
+    for section in _sections_of(golden):
+        compare = _SECTIONS[section]
         keys = {k: v for k, v in golden.items() if k.split("/")[0] == section}
-        if keys:
-            yield from compare(_Inputs(section, keys, golden, config, params, run))
+        yield from compare(_Inputs(section, keys, golden, config, params, run))
+
+
+def _sections_of(golden: Mapping[str, np.ndarray]) -> list[str]:
+    there = {name.split("/")[0] for name in golden}
+    return [section for section in _SECTIONS if section in there]
 
 
 def _forward(inputs: _Inputs) -> Iterator[Match]:
@@ -141,24 +153,26 @@ def _forward(inputs: _Inputs) -> Iterator[Match]:
 
 
 def _padded(inputs: _Inputs) -> Iterator[Match]:
-    section, keys = inputs.section, inputs.keys
-    mask = keys[f"{section}/attention_mask"]
-    output = inputs.run(
+    name = f"{inputs.section}/logits"
+    real = inputs.keys[f"{inputs.section}/attention_mask"] > 0
+    mine = np.asarray(_run_padded(inputs, inputs.section).logits)
+    yield _absolute(name, mine[real], inputs.keys[name][real], PADDED_ATOL)
+
+
+def _run_padded(inputs: _Inputs, section: str) -> shared.DecoderOutput:
+    """The padded batch of a section; its mask is one segment and padding."""
+    return inputs.run(
         inputs.params,
-        keys[f"{section}/input_ids"],
-        positions=keys[f"{section}/position_ids"],
-        segment_ids=mask,
+        inputs.golden[f"{section}/input_ids"],
+        positions=inputs.golden[f"{section}/position_ids"],
+        segment_ids=inputs.golden[f"{section}/attention_mask"],
     )
-    name, real = f"{section}/logits", mask > 0
-    mine = np.asarray(output.logits)[real]
-    yield _absolute(name, mine, keys[name][real], PADDED_ATOL)
 
 
 def _hidden(inputs: _Inputs) -> Iterator[Match]:
     length = inputs.section.removeprefix("hidden")
     tokens = inputs.golden[f"fwd/{length}/input_ids"]
-    output = inputs.run(inputs.params, tokens, output_hidden_states=True)
-    states = output.hidden_states
+    states = inputs.run(inputs.params, tokens).hidden_states
     assert states is not None
     named = {"embed": states.embedding, "final_norm": states.final_norm}
     named |= {f"layer_{i}": layer for i, layer in enumerate(states.layers)}
@@ -171,10 +185,11 @@ def _hidden(inputs: _Inputs) -> Iterator[Match]:
 def _loss(inputs: _Inputs) -> Iterator[Match]:
     section, keys = inputs.section, inputs.keys
     segment_ids, tokens = None, keys.get(f"{section}/input_ids")
-    if tokens is None:
-        tokens = inputs.golden["rightpad/input_ids"]
+    if tokens is not None:
+        output = inputs.run(inputs.params, tokens)
+    else:
         segment_ids = jnp.asarray(inputs.golden["rightpad/attention_mask"])
-    output = inputs.run(inputs.params, tokens, segment_ids=segment_ids)
+        output = _run_padded(inputs, "rightpad")
     labels = jnp.asarray(keys[f"{section}/labels"])
     loss = shared.decoder_loss(output, labels, inputs.config, segment_ids)
     parts = {"ce": loss.cross_entropy, "total": loss.total, "aux": loss.router}

@@ -8,14 +8,17 @@ be mixed up unseen.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 from hypothesis import strategies as st
 
 import shared
+
+Part = TypeVar("Part")
 
 MIXERS = ("linear_attention", "full_attention")
 FEED_FORWARDS = ("moe", "dense")
@@ -46,21 +49,25 @@ SPECIAL_FLOATS = tuple(
 )
 
 
+def _make(part: Callable[..., Part], *args: Any, **fields: Any) -> Part:
+    """Calls `part`, leaving Python's random state as it is.
+
+    Type checkers look at a random item of a tuple; Hypothesis would take it for a draw.
+    """
+    state = random.getstate()
+    try:
+        return part(*args, **fields)
+    finally:
+        random.setstate(state)
+
+
 def layer_kinds() -> st.SearchStrategy[shared.LayerKind]:
     """Any kind of layer."""
     return st.builds(
-        shared.LayerKind, st.sampled_from(MIXERS), st.sampled_from(FEED_FORWARDS)
+        functools.partial(_make, shared.LayerKind),
+        st.sampled_from(MIXERS),
+        st.sampled_from(FEED_FORWARDS),
     )
-
-
-@contextlib.contextmanager
-def _unchanged_random() -> Iterator[None]:
-    """Type checkers may look at a random item; Hypothesis would take it for a draw."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 @st.composite
@@ -87,7 +94,7 @@ def layers(
         feed_forward = draw(st.sampled_from(FEED_FORWARDS))
         full = draw(st.integers(0, period - 1))
         unit = [
-            shared.LayerKind(MIXERS[position == full], feed_forward)
+            _make(shared.LayerKind, MIXERS[position == full], feed_forward)
             for position in range(period)
         ]
     else:
@@ -132,31 +139,33 @@ def decoder_configs(
         "param_dtype": draw(st.sampled_from(tuple(dtypes))),
         "dtype": draw(st.sampled_from(tuple(dtypes))),
     }
-    with _unchanged_random():
-        return shared.DecoderConfig(
-            family="qwen3_next",
-            hidden_size=hidden,
-            layers=kinds,
-            attention=attention,
-            delta_net=delta_net,
-            mlp=shared.MLPConfig(hidden, 13) if "dense" in feed_forwards else None,
-            moe=moe,
-            max_position_embeddings=64,
-            scan_period=period,
-            **fields,
-        )
+    mlp = _make(shared.MLPConfig, hidden, 13) if "dense" in feed_forwards else None
+    return _make(
+        shared.DecoderConfig,
+        family="qwen3_next",
+        hidden_size=hidden,
+        layers=kinds,
+        attention=attention,
+        delta_net=delta_net,
+        mlp=mlp,
+        moe=moe,
+        max_position_embeddings=64,
+        scan_period=period,
+        **fields,
+    )
 
 
 @st.composite
 def _attention(draw: st.DrawFn, hidden: int) -> shared.AttentionConfig:
     kv_heads = draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from((6, 10)))
-    return shared.AttentionConfig(
+    return _make(
+        shared.AttentionConfig,
         hidden_size=hidden,
         num_heads=kv_heads * draw(st.integers(1, 3)),
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rope=shared.RopeConfig(1e4, draw(st.sampled_from((4, 0, 2, head_dim)))),
+        rope=_make(shared.RopeConfig, 1e4, draw(st.sampled_from((4, 0, 2, head_dim)))),
         use_bias=draw(st.booleans()),
     )
 
@@ -164,7 +173,8 @@ def _attention(draw: st.DrawFn, hidden: int) -> shared.AttentionConfig:
 @st.composite
 def _delta_net(draw: st.DrawFn, hidden: int) -> shared.GatedDeltaNetConfig:
     key_heads = draw(st.integers(1, 3))
-    return shared.GatedDeltaNetConfig(
+    return _make(
+        shared.GatedDeltaNetConfig,
         hidden_size=hidden,
         num_key_heads=key_heads,
         num_value_heads=key_heads * draw(st.integers(1, 3)),
@@ -178,7 +188,8 @@ def _delta_net(draw: st.DrawFn, hidden: int) -> shared.GatedDeltaNetConfig:
 @st.composite
 def _moe(draw: st.DrawFn, hidden: int) -> shared.MoEConfig:
     experts = draw(st.integers(1, 5))
-    return shared.MoEConfig(
+    return _make(
+        shared.MoEConfig,
         hidden_size=hidden,
         num_experts=experts,
         experts_per_token=draw(st.integers(1, experts)),

@@ -24,7 +24,7 @@ class Loss(NamedTuple):
     total: Float[Array, ""]
     cross_entropy: Float[Array, ""]
     router: Float[Array, ""] | None
-    tokens: Int[Array, ""]
+    tokens: Float[Array, ""]
 
 
 def decoder_loss(

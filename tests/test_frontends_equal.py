@@ -438,6 +438,7 @@ def test_continuing_from_a_cache_equals_one_call_and_caches_are_equal_to_the_bit
 
 @pytest.mark.parametrize("frontend", ["linen", "nnx"])
 def test_a_second_call_traces_nothing(frontend):
+    chex.clear_trace_counter()
     apply = apply_of(frontend, SMALL)
 
     @jax.jit

@@ -55,9 +55,6 @@ every_model = pytest.mark.parametrize(
             scan,
             name,
             id=f"{case}-{'scanned' if scan else 'unscanned'}-{name}",
-            # One process a model: the second frontend's identical program then comes
-            # from the compilation cache.
-            marks=pytest.mark.xdist_group(f"{case}-{scan}"),
         )
         for case in CASES
         for scan in (True, False)

@@ -71,7 +71,8 @@ def run_layers(
     """Runs equal layers by scan; a single layer in a scan of length one.
 
     The scan of length one closes over the weights: carried, they would be saved for
-    the backward pass of every block.
+    the backward pass of every block. Of the layer's other variables it carries those
+    that may change; what is made on the way, such as sown values, has no stack axis.
     """
     step = _step
     if config.remat_policy != "none":
@@ -81,22 +82,32 @@ def run_layers(
         return _scan(step, run.length, STACK_AXES[1], config)(
             layer, x, context, per_layer
         )
-    owned = [
-        name for name in layer.variables if name not in ("params", "intermediates")
-    ]
+    held = [n for n in layer.variables if n not in ("params", "intermediates")]
+    changing = [name for name in held if layer.is_mutable_collection(name)]
+    fixed = ["params", *(name for name in held if name not in changing)]
+    made = nn.DenyList((*fixed, *changing))
     once = nn.scan(
         step,
-        variable_broadcast="params",
-        variable_carry=owned,
-        variable_axes={nn.DenyList(("params", *owned)): 0},
+        variable_broadcast=fixed,
+        variable_carry=changing,
+        variable_axes={made: 0},
         split_rngs={nn.DenyList("params"): True, "params": False},
         in_axes=nn.broadcast,
         length=1,
         check_constancy_invariants=False,
     )
+    once = nn.map_variables(once, made, _add_axis, _drop_axis, mutable=True)
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
         x, result = once(layer, x, context, per_layer)
-    return x, jax.tree.map(lambda leaf: leaf[0], result)
+    return x, _drop_axis(result)
+
+
+def _add_axis(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[None], tree)
+
+
+def _drop_axis(tree: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf[0], tree)
 
 
 def _step(
