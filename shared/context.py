@@ -52,8 +52,8 @@ class Context:
     def create(
         shape: tuple[int, ...],
         *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        positions: ArrayLike | None = None,
+        segment_ids: ArrayLike | None = None,
         dropout_key: Array | None = None,
         want_hidden: bool = False,
     ) -> Context:
@@ -66,6 +66,7 @@ class Context:
             segment_ids = jnp.ones(shape, jnp.int32)
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
+        segment_ids, positions = jnp.asarray(segment_ids), jnp.asarray(positions)
         for name, value in (("segment_ids", segment_ids), ("positions", positions)):
             if value.shape[-2:] != shape:
                 raise ValueError(

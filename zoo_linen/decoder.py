@@ -67,7 +67,7 @@ class Decoder(nn.Module):
           deterministic: False draws dropout from the `dropout` stream.
           output_hidden_states: whether to return the residual stream after each layer.
         """
-        config = self.config
+        config, tokens = self.config, jnp.asarray(tokens)
         context = Context.create(
             tokens.shape,
             positions=positions,

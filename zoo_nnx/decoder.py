@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
@@ -88,7 +89,7 @@ class Decoder(nnx.Module):
           output_hidden_states: whether to return the residual stream after each layer.
           rngs: a `dropout` stream to use instead of the model's own.
         """
-        config = self.config
+        config, tokens = self.config, jnp.asarray(tokens)
         if deterministic is None:
             deterministic = self.deterministic
         context = Context.create(

@@ -4,6 +4,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 import pytest
 from flax import linen as nn
@@ -67,7 +68,16 @@ def test_eval_shape_and_lazy_init_agree_with_init():
     assert_documented(model.lazy_init(key, lazy)["params"])
 
 
+@pytest.fixture
+def unchecked_shapes():
+    """`tabulate` puts descriptions in the place of arrays, also in our dataclasses."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @layouts
+@pytest.mark.usefixtures("unchecked_shapes")
 def test_tabulate_lists_every_parameter(config):
     text = zoo_linen.Decoder(config).tabulate(
         jax.random.key(0), TOKENS, console_kwargs={"width": 400}, depth=4
