@@ -8,13 +8,29 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Sequence
+from typing import IO
 
 import rich.console
 from absl import flags
 
-from parity.cli import check, golden, models
+import shared
+from parity.cli import UsageError, check, golden, models
+from parity.oracle import OracleError
+from parity.zoo import TargetError
 
 COMMANDS = {"check": check, "models": models, "golden": golden}
+# Told in a message; whatever else is raised is our own fault and keeps its traceback.
+BAD_INPUT = (
+    UsageError,
+    TargetError,
+    OracleError,
+    shared.checkpoint.CheckpointError,
+    shared.ConfigError,
+    shared.PlanError,
+    flags.Error,
+    OSError,
+)
+WIDTH = 120  # of tables that go to a file or a pipe
 
 
 def main(argv: Sequence[str], console: rich.console.Console | None = None) -> int:
@@ -24,8 +40,8 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
       argv: command, arguments and flags, without the program's name.
       console: where to print; None: standard output.
     """
-    out = console or rich.console.Console()
-    err = console or rich.console.Console(stderr=True)
+    out = console or _console(sys.stdout)
+    err = console or _console(sys.stderr)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     if not argv or argv[0] in ("-h", "--help", "help"):
         out.print(_usage(), markup=False, highlight=False)
@@ -43,13 +59,12 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
     try:
         arguments = values([f"parity {name}", *rest])[1:]
         if values["help"].value:
-            text = f"{command.__doc__}\n{values.main_module_help() or ''}"
-            out.print(text + _flag_help(values), markup=False, highlight=False)
+            text = f"{command.__doc__}\n{_flag_help(values)}"
+            out.print(text, markup=False, highlight=False)
             return 0
         options = {flag: values[flag].value for flag in values}
         return command.run(arguments, options, out)
-    except (ValueError, OSError, flags.Error) as error:
-        # Bad input is told in a message; whatever else is raised is our own fault.
+    except BAD_INPUT as error:
         err.print(
             f"parity {name}: {error}", markup=False, highlight=False, soft_wrap=True
         )
@@ -59,6 +74,10 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
 def run() -> None:
     """Entry point of the console script."""
     sys.exit(main(sys.argv[1:]))
+
+
+def _console(stream: IO[str]) -> rich.console.Console:
+    return rich.console.Console(file=stream, width=None if stream.isatty() else WIDTH)
 
 
 def _usage() -> str:

@@ -97,6 +97,8 @@ def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
 def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
     """Weights held, then outputs, losses and every gradient with Linen's weights."""
     compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx))
+    if not fits(compared):
+        return Tier("bits", compared, note="weights; Linen's do not fit into NNX")
     linen = measured(pair.config, linen_apply(pair.linen))
     other = measured(pair.config, nnx_apply(pair.nnx))
     inputs = list(examples)
@@ -105,6 +107,11 @@ def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
         compared += compare_bytes(*results, finite=True)
     note = "weights; logits, losses, every gradient under jit, to the bit"
     return Tier("bits", compared, len(inputs), note)
+
+
+def fits(compared: Comparison) -> bool:
+    """Whether the arrays of one tree have a place in the other."""
+    return not any(d.what in ("missing", "shape") for d in compared.differences)
 
 
 def linen_apply(model: zoo_linen.Decoder) -> Apply:

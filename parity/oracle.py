@@ -101,6 +101,16 @@ def read_golden(path: str | pathlib.Path) -> dict[str, np.ndarray]:
     return golden
 
 
+class _Keys(dict[str, Any]):
+    """Arrays or tensors by name; to lack one is bad input."""
+
+    def __missing__(self, name: str) -> Any:
+        raise OracleError(
+            f"{name!r} is needed, but there is none: the golden file is not complete, "
+            "or belongs to another model. `parity golden` writes one."
+        )
+
+
 class _Inputs(NamedTuple):
     """What a section is compared with; `keys` are those of the section."""
 
@@ -132,9 +142,10 @@ def compare_golden(
         with jax.default_matmul_precision("highest"):
             return compiled(*args, **kw)
 
+    golden = _Keys(golden)
     for section in _sections_of(golden):
         compare = _SECTIONS[section]
-        keys = {k: v for k, v in golden.items() if k.split("/")[0] == section}
+        keys = _Keys((k, v) for k, v in golden.items() if k.split("/")[0] == section)
         yield from compare(_Inputs(section, keys, golden, config, params, run))
 
 
@@ -174,11 +185,11 @@ def _hidden(inputs: _Inputs) -> Iterator[Match]:
     tokens = inputs.golden[f"fwd/{length}/input_ids"]
     states = inputs.run(inputs.params, tokens).hidden_states
     assert states is not None
-    named = {"embed": states.embedding, "final_norm": states.final_norm}
+    named = _Keys(embed=states.embedding, final_norm=states.final_norm)
     named |= {f"layer_{i}": layer for i, layer in enumerate(states.layers)}
     for key, reference in inputs.keys.items():
         part = key.split("/")[1]
-        if part in named:
+        if part in named or part.startswith("layer_"):
             yield _absolute(key, named[part], reference, FORWARD_ATOL)
 
 
@@ -218,7 +229,7 @@ def compare_gradients(
 
     with jax.default_matmul_precision("highest"):
         gradients = jax.jit(jax.grad(total))(params)
-    mine = dict(shared.checkpoint.hf_tensors(config, gradients))
+    mine = _Keys(shared.checkpoint.hf_tensors(config, gradients))
     names = [str(name) for name in golden["grad/names"]]
     for name, norm, projection in zip(
         names, golden["grad/norm"], golden["grad/proj"], strict=True

@@ -112,9 +112,10 @@ def ulps(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     Entries of which one is not a number are infinitely far apart.
     """
     a, b = (_ordinal(x) for x in (left, right))
-    distance = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    # Unsigned, the difference is exact: it may exceed what int64 and float64 can hold.
+    distance = np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)
     nan = np.isnan(left.astype(np.float64)) != np.isnan(right.astype(np.float64))
-    return np.where(nan, np.inf, distance)
+    return np.where(nan, np.inf, distance.astype(np.float64))
 
 
 def _facts(leaf: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,6 +30,7 @@ def check_target(
     expect: str | None = None,
     seed: int = 0,
     scan_layers: bool = True,
+    scan_period: int | None = None,
     examples: int = 2,
 ) -> Report:
     """Checks a preset or a checkpoint folder.
@@ -39,6 +41,7 @@ def check_target(
       expect: golden file for the oracle.
       seed: of first values and inputs.
       scan_layers: whether layers are stacked and scanned.
+      scan_period: layers in a period; None finds it.
       examples: inputs for the bits tier.
 
     Raises:
@@ -46,7 +49,8 @@ def check_target(
     """
     chosen = _choose_tiers(tiers, expect)
     golden = None if expect is None else oracle.read_golden(expect)
-    config, folder = _resolve(target, scan_layers)
+    layout: dict[str, Any] = {"scan_layers": scan_layers, "scan_period": scan_period}
+    config, folder = _resolve(target, layout)
     if set(chosen) - {"tree"}:
         _check_size(target, config)
 
@@ -55,11 +59,13 @@ def check_target(
         results.append(decoders.check_tree(decoders.abstract_pair(config)))
     if "init" in chosen:
         results.append(decoders.check_init(config, seed))
+    if not all(decoders.fits(tier.compared) for tier in results):
+        return Report(target, tuple(results))  # one tree cannot be run in both
     if "bits" in chosen or "oracle" in chosen:
         if folder is None:
             params = shared.init_params(jax.random.key(seed), config)
         else:
-            config, params = shared.checkpoint.load_hf(folder, scan_layers=scan_layers)
+            config, params = shared.checkpoint.load_hf(folder, **layout)
         pair = decoders.make_pair(config, params)
         inputs = list(decoders.draw_examples(config, seed, examples))
         tiers_of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
@@ -130,10 +136,10 @@ def _choose_tiers(tiers: Sequence[str] | None, expect: str | None) -> tuple[str,
 
 
 def _resolve(
-    target: str, scan_layers: bool
+    target: str, layout: Mapping[str, Any]
 ) -> tuple[shared.DecoderConfig, pathlib.Path | None]:
     if target in shared.presets():
-        return shared.preset(target).replace(scan_layers=scan_layers), None
+        return shared.preset(target).replace(**layout), None
     folder = pathlib.Path(target)
     if not folder.is_dir():
         raise TargetError(
@@ -141,7 +147,7 @@ def _resolve(
             "folder."
         )
     config = shared.DecoderConfig.from_hf(folder)
-    return config.replace(scan_layers=scan_layers), folder
+    return config.replace(**layout), folder
 
 
 def _check_size(target: str, config: shared.DecoderConfig) -> None:

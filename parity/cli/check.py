@@ -16,6 +16,7 @@ import rich.console
 from absl import flags
 
 from parity import zoo
+from parity.cli import UsageError
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -40,6 +41,13 @@ def define_flags(values: flags.FlagValues) -> None:
         "Whether layers are stacked and scanned.",
         flag_values=values,
     )
+    flags.DEFINE_integer(
+        "scan_period",
+        None,
+        "Layers in a period; by default it is found.",
+        lower_bound=1,
+        flag_values=values,
+    )
     flags.DEFINE_string("json", None, "Write the report there.", flag_values=values)
     flags.DEFINE_string("markdown", None, "Write the report there.", flag_values=values)
 
@@ -49,7 +57,7 @@ def run(
 ) -> int:
     """Checks one target."""
     if len(arguments) != 1:
-        raise ValueError(
+        raise UsageError(
             f"Give one target, a preset or a folder. Got {len(arguments)}."
         )
     report = zoo.check_target(
@@ -58,6 +66,7 @@ def run(
         expect=options["expect"],
         seed=options["seed"],
         scan_layers=options["scan_layers"],
+        scan_period=options["scan_period"],
         examples=options["examples"],
     )
     report.print(console)

@@ -17,6 +17,7 @@ import rich.console
 from absl import flags
 
 import shared
+from parity.cli import UsageError
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -33,7 +34,7 @@ def run(
 ) -> int:
     """Writes one golden file."""
     if len(arguments) != 2:
-        raise ValueError("Give a checkpoint folder and the file to write.")
+        raise UsageError("Give a checkpoint folder and the file to write.")
     folder, out = (pathlib.Path(argument) for argument in arguments)
     config = shared.DecoderConfig.from_hf(folder)
     lengths = [int(length) for length in options["lengths"]]
@@ -60,7 +61,7 @@ class _Reference:
             import torch
             import transformers
         except ImportError as error:
-            raise ValueError(
+            raise UsageError(
                 "The reference needs torch and transformers: "
                 "pip install 'parity-zoo[hf]'."
             ) from error

@@ -8,13 +8,14 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import rich.console
 import rich.table
 from absl import flags
 
 import shared
+from parity.cli import UsageError
 from shared.trees import flatten
 
 
@@ -28,11 +29,12 @@ def run(
 ) -> int:
     """Prints the list."""
     if arguments:
-        raise ValueError(f"`parity models` takes no arguments. Got {arguments[0]!r}.")
+        raise UsageError(f"`parity models` takes no arguments. Got {arguments[0]!r}.")
     rows = [_describe(name) for name in shared.presets()]
     table = rich.table.Table()
     for column in rows[0]:
-        table.add_column(column, justify="left" if column == "preset" else "right")
+        justify: Literal["left", "right"] = "left" if column == "preset" else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
     for row in rows:
         table.add_row(*(f"{v:,}" if isinstance(v, int) else v for v in row.values()))
     console.print(table)
