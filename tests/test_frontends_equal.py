@@ -1,11 +1,13 @@
 """Linen against NNX: one tree, one set of first values, the same bits.
 
-Structure is compared for drawn configs under `jax.eval_shape`; numbers on a few compiled
-configs with drawn seeds, tokens and segments.
+Structure is compared for drawn configs under `jax.eval_shape`; numbers on a few
+compiled configs with drawn seeds, tokens and segments. What is called equal is equal to
+the bit, unless a tolerance stands beside it.
 
-Measured on a CPU, of these models: scanned and unscanned layers, which are different
-programs, do not agree to the bit (logits and gradients differ in the last places);
-whatever else is called equal here is equal to the bit unless a tolerance stands beside.
+Scanned and unscanned layers are different programs. Measured on a CPU they give the
+same logits and losses to the bit, and the same gradients but for one leaf of the
+remainder, by 1e-8 of its largest entry; nothing promises that, so the test has a
+tolerance. Padding moves logits and gradients by up to 1e-6.
 """
 
 import functools
@@ -35,9 +37,8 @@ REST = LENGTH - PADS
 LINEAR = LayerKind("linear_attention", "dense")
 FULL = LayerKind("full_attention", "dense")
 
-# float32 rounding, amplified by the delta rule; logits are of the order of 1 and
-# gradients are compared relative to the largest of their leaf.
-NOISE = 2e-5
+# float32 rounding, amplified by the delta rule; relative to the largest of a leaf.
+NOISE = 1e-5
 
 # Compiled configs: a remainder and experts; the full layer first, tied, stacked along
 # axis 1, rematerialised. `make` builds each once.
@@ -122,6 +123,7 @@ def test_trees_of_drawn_configs_are_identical_and_are_the_specs(config):
     )
 
 
+@settings(max_examples=30)
 @given(strategies.decoder_configs())
 def test_specs_hold_every_layer_once_and_unstack_to_the_unscanned_tree(config):
     flat = config.replace(scan_layers=False, scan_period=None)

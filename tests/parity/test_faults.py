@@ -97,8 +97,11 @@ def main(*argv):
     return parity.__main__.main(argv, console), out.getvalue()
 
 
-@faults
-def test_a_fault_in_the_constructor_is_named(fault, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "tiers"),
+    [*((fault, "tree,init") for fault in FAULTS), ("renamed", "tree,init,bits")],
+)
+def test_a_fault_in_the_constructor_is_named(fault, tiers, monkeypatch, tmp_path):
     """By the command, as a user would find it."""
     plant, leaf, what = FAULTS[fault]
     path = f"layers/global_layer/{leaf}"
@@ -112,7 +115,7 @@ def test_a_fault_in_the_constructor_is_named(fault, monkeypatch, tmp_path):
     monkeypatch.setattr(shared, "preset", lambda name: CONFIG)
     report = tmp_path / "report.json"
     status, out = main(
-        "check", "qwen3-next-tiny", "--tiers=tree,init", f"--json={report}"
+        "check", "qwen3-next-tiny", f"--tiers={tiers}", f"--json={report}"
     )
     assert status == 1
     assert path in out
@@ -171,8 +174,6 @@ def test_tiers_that_are_proved_stand_beside_those_that_are_not():
     assert TIERS == ("tree", "init", "bits", "oracle")
     one = parity.compare_bytes({"a": np.ones(2)}, {"a": np.ones(2)})
     other = parity.compare_bytes({"a": np.ones(2)}, {"a": np.zeros(2)})
-    report = parity.Report(
-        "x", (parity.Tier("tree", one), parity.Tier("bits", other))
-    )
+    report = parity.Report("x", (parity.Tier("tree", one), parity.Tier("bits", other)))
     assert not report.ok
     assert [tier.status for tier in report.tiers] == ["proved", "failed"]

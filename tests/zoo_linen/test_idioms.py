@@ -140,8 +140,10 @@ def test_nesting_keeps_the_tree_below_the_name():
     model = Scorer()
     score, variables = jax.jit(model.init_with_output)(jax.random.key(0), TOKENS)
     assert set(variables["params"]) == {"decoder", "score"}
-    shapes = [jax.tree.map(jnp.shape, tree) for tree in (
-        variables["params"]["decoder"], params_of(SCANNED))]
+    shapes = [
+        jax.tree.map(jnp.shape, tree)
+        for tree in (variables["params"]["decoder"], params_of(SCANNED))
+    ]
     assert shapes[0] == shapes[1]
     again = jax.jit(model.apply)(variables, TOKENS)
     np.testing.assert_array_equal(score, again)
@@ -168,7 +170,9 @@ class OwnLayer(nn.Module):
         if not self.is_initializing() and self.is_mutable_collection("cache"):
             calls.value += 1
         y = self.perturb("y", y)
-        kept = nn.Dropout(0.5)(jnp.ones_like(y), deterministic=not self.has_rng("dropout"))
+        kept = nn.Dropout(0.5)(
+            jnp.ones_like(y), deterministic=not self.has_rng("dropout")
+        )
         self.sow("intermediates", "kept", kept)
         self.sow("intermediates", "index", context.layer_index)
         return x + 0.1 * y * kept, cache, LayerAux(None, None)
@@ -298,6 +302,4 @@ def test_dropout_without_a_key_is_an_error_that_says_how():
     model = zoo_linen.Decoder(SCANNED.replace(dropout_rate=0.5))
     variables = {"params": params_of(SCANNED)}
     with pytest.raises(ValueError, match="rngs={'dropout': key}"):
-        jax.eval_shape(
-            lambda: model.apply(variables, TOKENS, deterministic=False)
-        )
+        jax.eval_shape(lambda: model.apply(variables, TOKENS, deterministic=False))
