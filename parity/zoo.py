@@ -53,6 +53,10 @@ def check_target(
     config, folder = _resolve(target, layout)
     if set(chosen) - {"tree"}:
         _check_size(target, config)
+    params = None
+    if folder is not None and {"bits", "oracle"} & set(chosen):
+        # First of all: what is wrong with a checkpoint is said before anything compiles.
+        config, params = shared.checkpoint.load_hf(folder, **layout)
 
     results: list[Tier] = []
     if "tree" in chosen:
@@ -62,10 +66,8 @@ def check_target(
     if not all(decoders.fits(tier.compared) for tier in results):
         return Report(target, tuple(results))  # one tree cannot be run in both
     if "bits" in chosen or "oracle" in chosen:
-        if folder is None:
+        if params is None:
             params = shared.init_params(jax.random.key(seed), config)
-        else:
-            config, params = shared.checkpoint.load_hf(folder, **layout)
         pair = decoders.make_pair(config, params)
         inputs = list(decoders.draw_examples(config, seed, examples))
         tiers_of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]

@@ -254,6 +254,11 @@ class DecoderConfig:
         self._check_parts()
         for field in ("param_dtype", "dtype"):
             _one_of(field, getattr(self, field), FLOAT_DTYPES)
+        if {self.param_dtype, self.dtype} == {"bfloat16", "float16"}:
+            raise ConfigError(
+                f"param_dtype={self.param_dtype} and dtype={self.dtype} do not mix: "
+                "neither holds the other's values. Make them equal, or one float32."
+            )
         resolve_remat_policy(self.remat_policy)
         self.plan  # noqa: B018  (an explicit period that contradicts the kinds raises)
 
