@@ -55,7 +55,7 @@ def check_target(
         _check_size(target, config)
     params = None
     if folder is not None and {"bits", "oracle"} & set(chosen):
-        # First of all: what is wrong with a checkpoint is said before anything compiles.
+        # First: what is wrong with a checkpoint is said before anything compiles.
         config, params = shared.checkpoint.load_hf(folder, **layout)
 
     results: list[Tier] = []
