@@ -53,8 +53,9 @@ def check_target(
     config, folder = _resolve(target, layout)
     if set(chosen) - {"tree"}:
         _check_size(target, config)
+    of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
     params = None
-    if folder is not None and {"bits", "oracle"} & set(chosen):
+    if folder is not None and of_pair:
         # First: what is wrong with a checkpoint is said before anything compiles.
         config, params = shared.checkpoint.load_hf(folder, **layout)
 
@@ -63,18 +64,14 @@ def check_target(
         results.append(decoders.check_tree(decoders.abstract_pair(config)))
     if "init" in chosen:
         results.append(decoders.check_init(config, seed))
-    if not all(decoders.fits(tier.compared) for tier in results):
-        return Report(target, tuple(results))  # one tree cannot be run in both
-    if "bits" in chosen or "oracle" in chosen:
+    # A tree that does not fit the other frontend cannot be run in both.
+    if of_pair and all(decoders.fits(tier.compared) for tier in results):
         if params is None:
             params = shared.init_params(jax.random.key(seed), config)
-        pair = decoders.make_pair(config, params)
-        inputs = list(decoders.draw_examples(config, seed, examples))
-        tiers_of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
         results += check_pair(
-            pair,
-            tiers_of_pair,
-            examples=inputs,
+            decoders.make_pair(config, params),
+            of_pair,
+            examples=decoders.draw_examples(config, seed, examples),
             golden=golden,
             golden_name=expect or "",
         ).tiers

@@ -1,5 +1,6 @@
 """The zoo as Flax Linen modules, one file a layer, named as in `shared.layers`."""
 
+from zoo_linen import partitioning
 from zoo_linen.decoder import Decoder
 from zoo_linen.decoder_layer import DecoderLayer
 from zoo_linen.gated_attention import GatedAttention
@@ -15,4 +16,5 @@ __all__ = [
     "GatedAttention",
     "GatedDeltaNet",
     "SparseMoE",
+    "partitioning",
 ]
