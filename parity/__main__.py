@@ -1,12 +1,13 @@
 """The command line: `parity COMMAND`, or `python -m parity COMMAND`.
 
-Exit status 0: proved, or done; 1: not equal; 2: bad input.
+Exit status 0: proved, or done; 1: not equal; 2: bad input; 3: a fault of our own.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import IO
 
@@ -73,7 +74,12 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
 
 def run() -> None:
     """Entry point of the console script."""
-    sys.exit(main(sys.argv[1:]))
+    try:
+        status = main(sys.argv[1:])
+    except Exception:
+        traceback.print_exc()
+        status = 3  # Python's own would be 1, which says that models differ
+    sys.exit(status)
 
 
 def _console(stream: IO[str]) -> rich.console.Console:

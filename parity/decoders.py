@@ -96,7 +96,7 @@ def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
 
 def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
     """Weights held, then outputs, losses and every gradient with Linen's weights."""
-    compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx))
+    compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx), finite=True)
     if not fits(compared):
         return Tier("bits", compared, note="weights; Linen's do not fit into NNX")
     linen = measured(pair.config, linen_apply(pair.linen))

@@ -42,8 +42,8 @@ class Tier:
     @property
     def differences(self) -> tuple[Difference, ...]:
         """All that differs; a tier that compared nothing says so."""
-        if self.compared.leaves == 0 and not self.compared.differences:
-            return (Difference("(nothing)", "empty", "0 leaves were compared"),)
+        if not self.compared.elements and not self.compared.differences:
+            return (Difference("(nothing)", "empty", "0 elements were compared"),)
         return self.compared.differences
 
 

@@ -39,7 +39,7 @@ class Comparison:
     @property
     def equal(self) -> bool:
         """Whether something was compared and nothing differs."""
-        return self.leaves > 0 and not self.differences
+        return self.leaves > 0 and self.elements > 0 and not self.differences
 
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(

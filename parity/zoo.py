@@ -131,6 +131,11 @@ def _choose_tiers(tiers: Sequence[str] | None, expect: str | None) -> tuple[str,
             "The oracle tier needs the reference's numbers: give --expect=golden.npz "
             "(`parity golden FOLDER OUT.npz` writes it)."
         )
+    if expect is not None and "oracle" not in tiers:
+        raise TargetError(
+            f"--expect={expect} is for the oracle tier, but the tiers asked for are "
+            f"{', '.join(tiers)}: add oracle, or leave --expect out."
+        )
     return tuple(tier for tier in TIERS if tier in tiers)
 
 

@@ -42,10 +42,22 @@ class KVCache(NamedTuple):
         return Keys(self.keys, self.values, self.segment_ids, index)
 
     def extend(self, keys: Array, values: Array, segment_ids: Array) -> KVCache:
-        """The cache with the real ones of the given tokens put in."""
-        capacity = self.segment_ids.shape[1]
+        """The cache with the real ones of the given tokens put in.
+
+        A row that is full keeps what it has; room for all tokens is the caller's to
+        provide.
+
+        Raises:
+          ValueError: one call has more tokens than the cache has room for.
+        """
+        capacity, time = self.segment_ids.shape[1], segment_ids.shape[1]
         if capacity == 0:
             return self
+        if time > capacity:
+            raise ValueError(
+                f"{time} tokens do not fit into a cache of {capacity} positions: make "
+                "it with a larger max_length."
+            )
         real = segment_ids > 0
         slots = jnp.where(real, self.slots(segment_ids), capacity)
         rows = jnp.arange(slots.shape[0])[:, None]

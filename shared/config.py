@@ -82,6 +82,8 @@ class AttentionConfig:
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
+            norm_eps=self.norm_eps,
+            initializer_range=self.initializer_range,
         )
         _multiple("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads)
         if self.rope.rotary_dim > self.head_dim:
@@ -107,7 +109,6 @@ class GatedDeltaNetConfig:
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
-        sizes.pop("norm_eps"), sizes.pop("initializer_range")
         _positive(**sizes)
         _multiple(
             "num_value_heads",
@@ -240,9 +241,19 @@ class DecoderConfig:
             vocab_size=self.vocab_size,
             hidden_size=self.hidden_size,
             max_position_embeddings=self.max_position_embeddings,
+            norm_eps=self.norm_eps,
+            initializer_range=self.initializer_range,
         )
-        if not self.layers:
-            raise ConfigError("layers is empty: a decoder has at least one layer.")
+        if not self.layers or not isinstance(self.layers, tuple):
+            raise ConfigError(
+                "layers must be a tuple of at least one LayerKind. "
+                f"Got {self.layers!r}, which is empty or no tuple."
+            )
+        if not 0.0 <= self.router_aux_loss_coef < float("inf"):
+            raise ConfigError(
+                "router_aux_loss_coef must be finite and not negative. "
+                f"Got {self.router_aux_loss_coef}."
+            )
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ConfigError(
                 f"dropout_rate must be in [0, 1). Got {self.dropout_rate}."
@@ -315,6 +326,7 @@ class DecoderConfig:
         return dataclasses.replace(self, **changes)
 
 
+SAVEABLE_NAMES = ("mixer_output", "feed_forward_output")  # see decoder_layer.apply
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -326,8 +338,14 @@ def resolve_remat_policy(name: str) -> Any:
     """
     if name in ("none", "full"):
         return None
-    if name.startswith("names:"):
-        names = [n for n in name.removeprefix("names:").split(",") if n]
+    if str(name).startswith("names:"):
+        names = name.removeprefix("names:").split(",")
+        unknown = sorted(set(names) - set(SAVEABLE_NAMES))
+        if unknown:
+            raise ConfigError(
+                f"remat_policy={name!r} names {', '.join(unknown) or 'nothing'}. The "
+                f"values that can be saved are {', '.join(SAVEABLE_NAMES)}."
+            )
         return jax.checkpoint_policies.save_only_these_names(*names)
     plain = sorted(
         n
@@ -349,8 +367,8 @@ def compute_dtype(config: DecoderConfig) -> Any:
 
 def _positive(**sizes: float | int) -> None:
     for name, size in sizes.items():
-        if size <= 0:
-            raise ConfigError(f"{name} must be positive. Got {size}.")
+        if not 0 < size < float("inf"):
+            raise ConfigError(f"{name} must be positive and finite. Got {size}.")
 
 
 def _multiple(name: str, value: int, of: str, divisor: int) -> None:

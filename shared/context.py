@@ -20,7 +20,7 @@ class Context:
     """What a layer is told: the same for all layers but for `layer_index`.
 
     Attributes:
-      positions: [B, T] (or [3, B, T]), positions for rotary embedding.
+      positions: [B, T], for rotary embedding.
       segment_ids: [B, T]; 0 is padding, equal positive ids are one sequence.
       layer_index: absolute index of the layer, int32 scalar.
       dropout_key: key of the whole model for this call; None: no dropout.
@@ -54,21 +54,34 @@ class Context:
         *,
         positions: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
+        start: Array | None = None,
         dropout_key: Array | None = None,
         want_hidden: bool = False,
     ) -> Context:
         """A context for inputs of `shape`, with what is not given filled in.
 
         Positions default to 0, 1, 2 … within each row; rotary embedding only sees
-        differences, so padding and packed sequences need no others.
+        differences, so padding and packed sequences need no others. With `start` [B],
+        the number of tokens a cache has seen, the real tokens of a row count on.
+
+        Raises:
+          ValueError: shapes differ, or there are no tokens.
         """
+        if len(shape) != 2 or 0 in shape:
+            raise ValueError(
+                f"tokens must be [batch, time] with at least one of each. Got {shape}."
+            )
         if segment_ids is None:
             segment_ids = jnp.ones(shape, jnp.int32)
-        if positions is None:
+        segment_ids = jnp.asarray(segment_ids)
+        if positions is None and start is not None:
+            real = (segment_ids > 0).astype(jnp.int32)
+            positions = start[:, None] + jnp.cumsum(real, axis=1) - 1
+        elif positions is None:
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
-        segment_ids, positions = jnp.asarray(segment_ids), jnp.asarray(positions)
+        positions = jnp.asarray(positions)
         for name, value in (("segment_ids", segment_ids), ("positions", positions)):
-            if value.shape[-2:] != shape:
+            if value.shape != shape:
                 raise ValueError(
                     f"{name} must have the shape of the tokens. Got {value.shape} "
                     f"for tokens of {shape}."

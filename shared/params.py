@@ -52,11 +52,10 @@ class ParamSpec:
         self, sizes: tuple[int, ...], names: tuple[str, ...], axis: int
     ) -> ParamSpec:
         """The spec with stack axes put in at `axis` (see `LayerPlan.stack`)."""
-        at = min(axis, len(self.shape))
         return dataclasses.replace(
             self,
-            shape=self.shape[:at] + sizes + self.shape[at:],
-            axes=self.axes[:at] + names + self.axes[at:],
+            shape=self.shape[:axis] + sizes + self.shape[axis:],
+            axes=self.axes[:axis] + names + self.axes[axis:],
         )
 
 

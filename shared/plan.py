@@ -385,10 +385,14 @@ def stack_leaves(leaves: Sequence[Any], sizes: tuple[int, ...], axis: int) -> An
 
 def spread_stack(stacked: Any, sizes: tuple[int, ...], axis: int) -> Any:
     """One leading axis for all layers of a run as its stack axes, put in at `axis`."""
-    at = min(axis, stacked.ndim - 1)
-    moved = jnp.moveaxis(stacked, 0, at)
+    if axis > stacked.ndim - 1:
+        raise ValueError(
+            f"A stack axis at {axis} does not fit into a leaf of {stacked.ndim - 1} "
+            "dimensions: use param_scan_axis=0, or give the parameter an axis."
+        )
+    moved = jnp.moveaxis(stacked, 0, axis)
     shape = moved.shape
-    return moved.reshape(shape[:at] + sizes + shape[at + 1 :])
+    return moved.reshape(shape[:axis] + sizes + shape[axis + 1 :])
 
 
 def _stack_trees(trees: Sequence[Any], sizes: tuple[int, ...], axis: int) -> Any:
@@ -396,8 +400,7 @@ def _stack_trees(trees: Sequence[Any], sizes: tuple[int, ...], axis: int) -> Any
 
 
 def _take(leaf: Any, slot: tuple[int, ...], axis: int) -> Any:
-    at = min(axis, leaf.ndim - len(slot))
-    return leaf[(slice(None),) * at + slot]
+    return leaf[(slice(None),) * axis + slot]
 
 
 def _in_layer_order(group: Group, chosen: Sequence[tuple[Run, Any]]) -> list[Any]:

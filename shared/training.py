@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Float, Int
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
 
 from shared.config import DecoderConfig
 from shared.layers.decoder import DecoderOutput
@@ -29,9 +31,9 @@ class Loss(NamedTuple):
 
 def decoder_loss(
     output: DecoderOutput,
-    labels: Int[Array, "B T"],
+    labels: ArrayLike,
     config: DecoderConfig,
-    segment_ids: Int[Array, "B T"] | None = None,
+    segment_ids: ArrayLike | None = None,
 ) -> Loss:
     """Next-token cross-entropy plus the weighted load-balance loss.
 
@@ -41,7 +43,11 @@ def decoder_loss(
       config: of the model.
       segment_ids: as given to the decoder; no token predicts one of another segment.
     """
-    cross_entropy, tokens = next_token_loss(output.logits, labels, segment_ids)
+    if segment_ids is not None:
+        segment_ids = jnp.asarray(segment_ids)
+    cross_entropy, tokens = next_token_loss(
+        output.logits, jnp.asarray(labels), segment_ids
+    )
     router = output.aux_loss
     total = cross_entropy
     if router is not None:

@@ -471,3 +471,93 @@ class VariantsTest(chex.TestCase):
         run = self.variant(lambda p, t: apply(p, t).logits)
         expected = forward(frontend, SMALL)(params_of(SMALL), tokens).logits
         assert_near({"logits": run(params_of(SMALL), tokens)}, {"logits": expected})
+
+
+# What a call may be given, and what it must refuse.
+
+
+@functools.cache
+def small_model():
+    kinds = hybrid_layers(2, period=2, dense_layers=(0, 1))
+    config = qwen3_next_tiny(2).replace(layers=kinds)
+    params = shared.init_params(jax.random.key(0), config)
+    # Larger weights than first values, so that a wrong answer is far off.
+    params = jax.tree.map(lambda leaf: leaf * 5 if leaf.ndim > 2 else leaf, params)
+    model = zoo_linen.Decoder(config)
+    run = jax.jit(
+        lambda params, *args, **kw: model.apply({"params": params}, *args, **kw)
+    )
+    return config, params, functools.partial(run, params)
+
+
+def test_a_cache_knows_its_positions():
+    """Also where rows are padded on the left, and no positions are given."""
+    config, _, run = small_model()
+    tokens = np.random.default_rng(0).integers(0, 96, (2, 8))
+    whole = run(tokens).logits
+    segments = np.ones((2, 5), np.int32)
+    first = np.array(tokens[:, :5])
+    first[1, 2:], segments[1, :2] = tokens[1, :3], 0
+    out = run(first, segment_ids=segments, cache=shared.init_cache(config, 2, 8))
+    rest = np.stack([tokens[0, 5:8], tokens[1, 3:6]])
+    logits = run(rest, cache=out.cache).logits
+    np.testing.assert_allclose(logits[0], whole[0, 5:8], atol=2e-6)
+    np.testing.assert_allclose(logits[1], whole[1, 3:6], atol=2e-6)
+
+
+@pytest.mark.parametrize("bad", [-1, 96, 1000, -100])
+def test_a_token_outside_the_vocabulary_gives_nan_and_nothing_at_padding(bad):
+    _, _, run = small_model()
+    good = np.array([[7, 8, 9, 10, 11]])
+    broken = np.array([[7, 8, 9, bad, bad]])
+    segments = np.array([[1, 1, 1, 0, 0]])
+    assert np.isnan(run(broken).logits[0, 3:]).all()
+    np.testing.assert_array_equal(
+        run(broken, segment_ids=segments).logits[0, :3],
+        run(good, segment_ids=segments).logits[0, :3],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "words"),
+    [
+        (np.zeros((2, 0), np.int32), {}, ("batch, time", "(2, 0)")),
+        (np.zeros(3, np.int32), {}, ("batch, time", "(3,)")),
+        (
+            np.zeros((2, 3), np.int32),
+            {"segment_ids": np.ones((2, 4), np.int32)},
+            ("segment_ids", "(2, 4)", "(2, 3)"),
+        ),
+        (np.zeros((2, 3), np.int32), {"cache": (3, 8)}, ("3 rows", "2", "batch size")),
+        (np.zeros((2, 9), np.int32), {"cache": (2, 8)}, ("9 tokens", "8 positions")),
+        (np.zeros((2, 3), np.int32), {"cache": {}}, ("layout", "init_cache")),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_with_both_values(tokens, options, words):
+    config, params, _ = small_model()
+    if isinstance(options.get("cache"), tuple):
+        options = {"cache": shared.init_cache(config, *options["cache"])}
+    for call in (
+        functools.partial(zoo_linen.Decoder(config).apply, {"params": params}),
+        zoo_nnx.from_params(config, params),
+    ):
+        with pytest.raises(ValueError) as error:
+            jax.eval_shape(functools.partial(call, **options), tokens)
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_labels_of_another_batch_are_refused():
+    config, _, run = small_model()
+    output = run(np.zeros((2, 3), np.int32))
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(1, 3\)"):
+        shared.decoder_loss(output, np.zeros((1, 3), np.int32), config)
+
+
+@pytest.mark.parametrize("label", [-1, 96])
+def test_a_label_outside_the_vocabulary_is_no_other_label(label):
+    config, _, run = small_model()
+    output = run(np.zeros((1, 3), np.int32))
+    assert np.isnan(
+        shared.decoder_loss(output, np.array([[0, label, 0]]), config).total
+    )

@@ -60,16 +60,20 @@ class Decoder(nn.Module):
 
         Args:
           tokens: token ids.
-          positions: for rotary embedding; None counts from 0 in each row.
+          positions: for rotary embedding; None counts in each row, from 0 or from
+            where the cache is.
           segment_ids: 0 is padding, equal positive ids are one sequence; None: one
             sequence a row.
-          cache: from `shared.init_cache` or an earlier call, to continue from.
+          cache: from `shared.init_cache` or an earlier call, to continue from. A row
+            goes on with the sequence whose segment id it repeats.
           deterministic: False draws dropout from the `dropout` stream.
           output_hidden_states: whether to return the residual stream after each layer.
         """
         config, tokens = self.config, jnp.asarray(tokens)
-        context = Context.create(
-            tokens.shape,
+        context = decoder.create_context(
+            tokens,
+            cache,
+            config,
             positions=positions,
             segment_ids=segment_ids,
             dropout_key=self._dropout_key(deterministic),
@@ -78,7 +82,7 @@ class Decoder(nn.Module):
         if self.is_initializing() and not self.has_variable("params", "norm"):
             self._place_first_values(tokens, context)
         weights = declare(self, decoder.outer_specs(config), config.param_dtype)
-        x = embedding = decoder.embed(weights, tokens, config)
+        x = embedding = decoder.embed(weights, tokens, context, config)
 
         new_cache, aux = {}, {}
         for group in config.plan.groups:

@@ -11,7 +11,6 @@ from flax import nnx
 from jaxtyping import Array, Int
 
 from shared.config import DecoderConfig
-from shared.context import Context
 from shared.layers import decoder
 from shared.layers.decoder import DecoderOutput
 from zoo_nnx.decoder_layer import DecoderLayer
@@ -81,10 +80,12 @@ class Decoder(nnx.Module):
 
         Args:
           tokens: token ids.
-          positions: for rotary embedding; None counts from 0 in each row.
+          positions: for rotary embedding; None counts in each row, from 0 or from
+            where the cache is.
           segment_ids: 0 is padding, equal positive ids are one sequence; None: one
             sequence a row.
-          cache: from `shared.init_cache` or an earlier call, to continue from.
+          cache: from `shared.init_cache` or an earlier call, to continue from. A row
+            goes on with the sequence whose segment id it repeats.
           deterministic: whether dropout is off; None: as set by `train()` and `eval()`.
           output_hidden_states: whether to return the residual stream after each layer.
           rngs: a `dropout` stream to use instead of the model's own.
@@ -92,15 +93,17 @@ class Decoder(nnx.Module):
         config, tokens = self.config, jnp.asarray(tokens)
         if deterministic is None:
             deterministic = self.deterministic
-        context = Context.create(
-            tokens.shape,
+        context = decoder.create_context(
+            tokens,
+            cache,
+            config,
             positions=positions,
             segment_ids=segment_ids,
             dropout_key=self._dropout_key(deterministic, rngs),
             want_hidden=output_hidden_states,
         )
         weights = values(self, decoder.outer_specs(config))
-        embedding = decoder.embed(weights, tokens, config)
+        embedding = decoder.embed(weights, tokens, context, config)
         x, cache, aux = run_plan(self, config, embedding, context, cache)
         return decoder.output(weights, embedding, x, cache, aux, config)
 

@@ -31,7 +31,9 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "expect", None, "The reference's numbers, an npz.", flag_values=values
     )
-    flags.DEFINE_integer("seed", 0, "Of first values and inputs.", flag_values=values)
+    flags.DEFINE_integer(
+        "seed", 0, "Of first values and inputs.", lower_bound=0, flag_values=values
+    )
     flags.DEFINE_integer(
         "examples", 2, "Inputs for the bits tier.", lower_bound=1, flag_values=values
     )
@@ -60,6 +62,9 @@ def run(
         raise UsageError(
             f"Give one target, a preset or a folder. Got {len(arguments)}."
         )
+    for name in ("json", "markdown"):
+        if options[name] and not pathlib.Path(options[name]).parent.is_dir():
+            raise UsageError(f"--{name}={options[name]}: there is no such folder.")
     report = zoo.check_target(
         arguments[0],
         options["tiers"],

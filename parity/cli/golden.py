@@ -37,6 +37,10 @@ def run(
         raise UsageError("Give a checkpoint folder and the file to write.")
     folder, out = (pathlib.Path(argument) for argument in arguments)
     config = shared.DecoderConfig.from_hf(folder)
+    if not all(length.isdigit() and int(length) for length in options["lengths"]):
+        raise UsageError(
+            f"lengths must be positive numbers. Got {','.join(options['lengths'])}."
+        )
     lengths = [int(length) for length in options["lengths"]]
     random = np.random.default_rng(options["seed"])
     batch = options["batch"]

@@ -381,7 +381,7 @@ def save_hf(
       CheckpointError: `folder` is not empty, or `params` do not fit `config`.
     """
     new, value = _new_tensors(config, params, fused_experts)
-    with safetensors.new_folder(pathlib.Path(folder)) as partial:
+    with safetensors.new_folder(pathlib.Path(folder).resolve()) as partial:
         safetensors.write_json(partial / "config.json", hf_config.to_hf(config))
         safetensors.write_tensors(partial, new, value, max_shard_bytes=max_shard_bytes)
 

@@ -427,6 +427,12 @@ _MIXERS = ("linear_attention", "full_attention")
 def _read_qwen3_next_kinds(source: _Source) -> tuple[LayerKind, ...]:
     mixers = _read_mixers(source)
     dense = source.get("mlp_only_layers", [], list)
+    outside = [i for i in dense if type(i) is not int or not 0 <= i < len(mixers)]
+    if outside:
+        raise source.error(
+            f"mlp_only_layers must be numbers of layers, 0 to {len(mixers) - 1}. "
+            f"Got {outside}."
+        )
     step = source.size("decoder_sparse_step", 1)
     experts = source.get("num_experts", 512, int)
     sparse = [

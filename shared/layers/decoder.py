@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shared.config import DecoderConfig, LayerKind
+from shared.context import Context
 from shared.layers import decoder_layer
 from shared.ops.norm import zero_centered_rms_norm
 from shared.ops.routing import load_balance_loss
@@ -27,7 +28,7 @@ from shared.params import (
     normal,
     shapes,
 )
-from shared.plan import insert, run_path, stack_sizes
+from shared.plan import insert, node_at, run_path, stack_sizes
 from shared.trees import flatten
 
 STACK_AXES = ("blocks", "layers")
@@ -167,14 +168,53 @@ def init_cache(
 
 
 def embed(
-    weights: Mapping[str, Array], tokens: Int[Array, "B T"], config: DecoderConfig
+    weights: Mapping[str, Array],
+    tokens: Int[Array, "B T"],
+    context: Context,
+    config: DecoderConfig,
 ) -> Float[Array, "B T D"]:
-    """The tokens' rows of the embedding, in the dtype of activations.
+    """The tokens' rows of the embedding, in the dtype of activations; 0 at padding.
 
-    A token id outside the vocabulary gives NaN, not somebody else's row.
+    A token id outside the vocabulary gives NaN, not somebody else's row: negative ones
+    are moved out of reach of Python's counting from the end.
     """
-    rows = jnp.take(weights["embed_tokens"], tokens, axis=0, mode="fill")
-    return rows.astype(config.dtype)
+    ids = jnp.where(tokens < 0, config.vocab_size, tokens)
+    rows = jnp.take(weights["embed_tokens"], ids, axis=0, mode="fill")
+    real = (context.segment_ids > 0)[..., None]
+    return jnp.where(real, rows, jnp.zeros_like(rows)).astype(config.dtype)
+
+
+def create_context(
+    tokens: Array, cache: Any, config: DecoderConfig, **given: Any
+) -> Context:
+    """The context of a call; positions go on from where the cache's rows are.
+
+    Args:
+      tokens: the call's tokens.
+      cache: in the layout of the plan, or None.
+      config: of the model.
+      **given: arguments of `Context.create`.
+
+    Raises:
+      ValueError: the cache is of another layout or batch size.
+    """
+    if cache is None:
+        return Context.create(tokens.shape, **given)
+    first = config.plan.places()[0]
+    try:
+        start = node_at(cache, first.path).position[first.slot]
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(
+            f"The cache does not have the layout of the config's plan: there is no "
+            f"layer cache at {'/'.join(first.path)}. Make it with "
+            "shared.init_cache and the same config."
+        ) from error
+    if start.shape != tokens.shape[:1]:
+        raise ValueError(
+            f"The cache has {start.shape[0]} rows, the tokens {tokens.shape[0]}: make "
+            "a cache of the same batch size."
+        )
+    return Context.create(tokens.shape, start=start, **given)
 
 
 def head(
