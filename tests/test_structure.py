@@ -163,7 +163,7 @@ def run_in_a_loop(config, params, tokens, leave_out=()):
     """The decoder as a plain loop over its layers: no plan, no scan, no Flax."""
     context = shared.Context.create(tokens.shape)
     outer = {name: params[name] for name in decoder.outer_specs(config)}
-    x, routers = decoder.embed(outer, tokens, config), []
+    x, routers = decoder.embed(outer, tokens, context, config), []
     layers = config.plan.unstack(params, config.param_scan_axis)
     for i, (kind, layer) in enumerate(zip(config.layers, layers, strict=True)):
         if i in leave_out:
@@ -314,7 +314,7 @@ class ScannedDecoder(nnx.Module):
     def __call__(self, tokens):
         config, context = self.config, shared.Context.create(tokens.shape)
         outer = {name: getattr(self, name)[...] for name in decoder.outer_specs(config)}
-        x = decoder.embed(outer, tokens, config)
+        x = decoder.embed(outer, tokens, context, config)
         x, router = scan_modules(
             self.layers, x, "blocks", lambda block, x: block(x, context)
         )
