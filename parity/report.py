@@ -43,7 +43,8 @@ class Tier:
     def differences(self) -> tuple[Difference, ...]:
         """All that differs; a tier that compared nothing says so."""
         if not self.compared.elements and not self.compared.differences:
-            return (Difference("(nothing)", "empty", "0 elements were compared"),)
+            compared = f"{self.compared.leaves} leaves, 0 elements were compared"
+            return (Difference("(nothing)", "empty", compared),)
         return self.compared.differences
 
 
