@@ -45,8 +45,18 @@ class ParamSpec:
         return np.promote_types(dtype, np.float32) if self.at_least_float32 else dtype
 
     def draw(self, key: PRNGKeyArray, param_dtype: Any) -> Array:
-        """The first value of the parameter whose own key is `key`."""
-        return self.init(key, self.shape, self.dtype(param_dtype))
+        """The first value of the parameter whose own key is `key`.
+
+        Raises:
+          ValueError: float64 is asked for, but JAX would make it float32.
+        """
+        dtype = self.dtype(param_dtype)
+        if dtype == np.float64 and not jax.config.jax_enable_x64:
+            raise ValueError(
+                f"param_dtype={dtype} needs jax_enable_x64=True, which is off: set it, "
+                "or use float32."
+            )
+        return self.init(key, self.shape, dtype)
 
     def stacked(
         self, sizes: tuple[int, ...], names: tuple[str, ...], axis: int

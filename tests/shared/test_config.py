@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 
 import shared
@@ -74,3 +75,8 @@ def test_the_published_model_has_its_published_sizes():
 def test_known_rematerialisation_policies_resolve(name):
     policy = resolve_remat_policy(name)
     assert (policy is None) == (name in ("none", "full"))
+
+
+def test_float64_without_x64_is_refused_not_narrowed():
+    with pytest.raises(ValueError, match="float64.*jax_enable_x64"):
+        shared.init_params(jax.random.key(0), TINY.replace(param_dtype="float64"))
