@@ -51,7 +51,7 @@ class ParamSpec:
           ValueError: float64 is asked for, but JAX would make it float32.
         """
         dtype = self.dtype(param_dtype)
-        if dtype == np.float64 and not jax.config.jax_enable_x64:
+        if dtype == np.float64 and not jax.config.read("jax_enable_x64"):
             raise ValueError(
                 f"param_dtype={dtype} needs jax_enable_x64=True, which is off: set it, "
                 "or use float32."
