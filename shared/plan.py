@@ -148,7 +148,7 @@ class LayerPlan:
             layers = one(indices) if not sizes else map_layers(one, indices, traced)
             if sizes:
                 layers = jax.tree.map(
-                    lambda leaf, sizes=sizes: spread_stack(leaf, sizes, axis), layers
+                    lambda leaf, sizes=sizes: spread_new(leaf, sizes, axis), layers
                 )
             insert(tree, run_path(group, run), layers)
         return tree
@@ -385,14 +385,24 @@ def stack_leaves(leaves: Sequence[Any], sizes: tuple[int, ...], axis: int) -> An
 
 def spread_stack(stacked: Any, sizes: tuple[int, ...], axis: int) -> Any:
     """One leading axis for all layers of a run as its stack axes, put in at `axis`."""
+    at = min(axis, stacked.ndim - 1)
+    moved = jnp.moveaxis(stacked, 0, at)
+    shape = moved.shape
+    return moved.reshape(shape[:at] + sizes + shape[at + 1 :])
+
+
+def spread_new(stacked: Any, sizes: tuple[int, ...], axis: int) -> Any:
+    """As `spread_stack`, for leaves that a scan will slice at `axis`.
+
+    Raises:
+      ValueError: a layer's leaf has too few dimensions to have its stack axes there.
+    """
     if axis > stacked.ndim - 1:
         raise ValueError(
             f"A stack axis at {axis} does not fit into a leaf of {stacked.ndim - 1} "
             "dimensions: use param_scan_axis=0, or give the parameter an axis."
         )
-    moved = jnp.moveaxis(stacked, 0, axis)
-    shape = moved.shape
-    return moved.reshape(shape[:axis] + sizes + shape[axis + 1 :])
+    return spread_stack(stacked, sizes, axis)
 
 
 def _stack_trees(trees: Sequence[Any], sizes: tuple[int, ...], axis: int) -> Any:
@@ -400,7 +410,8 @@ def _stack_trees(trees: Sequence[Any], sizes: tuple[int, ...], axis: int) -> Any
 
 
 def _take(leaf: Any, slot: tuple[int, ...], axis: int) -> Any:
-    return leaf[(slice(None),) * axis + slot]
+    at = min(axis, leaf.ndim - len(slot))
+    return leaf[(slice(None),) * at + slot]
 
 
 def _in_layer_order(group: Group, chosen: Sequence[tuple[Run, Any]]) -> list[Any]:

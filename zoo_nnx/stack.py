@@ -30,7 +30,7 @@ from shared.plan import (
     node_at,
     run_indices,
     run_path,
-    spread_stack,
+    spread_new,
     stack_sizes,
 )
 
@@ -260,7 +260,7 @@ def _spread_state(
     state: nnx.State, sizes: tuple[int, ...], names: Sequence[str], axis: int
 ) -> nnx.State:
     """The state of a run, one leading axis for its layers, with its stack axes."""
-    state = jax.tree.map(lambda leaf: spread_stack(leaf, sizes, axis), state)
+    state = jax.tree.map(lambda leaf: spread_new(leaf, sizes, axis), state)
     for name in reversed(names):
         state = _add_axis_name(state, name, axis)
     return state

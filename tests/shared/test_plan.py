@@ -269,3 +269,9 @@ def test_the_description_names_every_group_and_where_it_ends(drawn):
     for group, line in zip(plan.groups, lines, strict=True):
         last = group.start + group.num_layers - 1
         assert line.startswith(f"{group.name} (layers {group.start}-{last}): ")
+
+
+def test_a_scalar_of_a_layer_cannot_be_sliced_at_axis_one():
+    plan = make_plan((L, L))
+    with pytest.raises(ValueError, match="param_scan_axis=0"):
+        plan.build(lambda index, kind: {"scale": jnp.float32(1)}, axis=1)
