@@ -42,12 +42,19 @@ def decoder_loss(
       labels: not shifted: the logits at t predict the label at t + 1; -100 is ignored.
       config: of the model.
       segment_ids: as given to the decoder; no token predicts one of another segment.
+
+    Raises:
+      ValueError: labels are not of the batch and time of the logits.
     """
+    labels, shape = jnp.asarray(labels), output.logits.shape[:2]
+    if labels.shape != shape:
+        raise ValueError(
+            f"labels must have the shape [B, T] = {shape} of the logits. "
+            f"Got {labels.shape}."
+        )
     if segment_ids is not None:
         segment_ids = jnp.asarray(segment_ids)
-    cross_entropy, tokens = next_token_loss(
-        output.logits, jnp.asarray(labels), segment_ids
-    )
+    cross_entropy, tokens = next_token_loss(output.logits, labels, segment_ids)
     router = output.aux_loss
     total = cross_entropy
     if router is not None:

@@ -28,15 +28,7 @@ def next_token_loss(
         logits: Scores of the next token.
         labels: Token ids, -100 where a token is not to be predicted.
         segment_ids: Sequence of each token, 0 at padding; None for one sequence a row.
-
-    Raises:
-        ValueError: labels are not of the logits' batch and time.
     """
-    if labels.shape != logits.shape[:2]:
-        raise ValueError(
-            f"labels must have the shape [B, T] = {logits.shape[:2]} of the logits. "
-            f"Got {labels.shape}."
-        )
     dtype = np.promote_types(logits.dtype, np.float32)
     # Labels are shifted, not logits: a shorter copy of [B, T, V] is the larger one.
     targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED_LABEL)
