@@ -1,19 +1,42 @@
 """What makes the claim checkable: are a Linen and an NNX model the same model?"""
 
-from parity.decoders import Example, Pair, abstract_pair, make_pair
-from parity.report import Report, Tier
-from parity.trees import Comparison, Difference, compare_bytes, compare_structure, ulps
-from parity.zoo import TIERS, check_pair, check_target
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from parity.calls import Args, Call, CheckError, Integers, Steps
+    from parity.checking import Oracle, assert_parity, check
+    from parity.decoders import Example, Pair, abstract_pair, make_pair
+    from parity.report import Report, Tier
+    from parity.rules import RuleError, Rules
+    from parity.trees import (
+        Comparison,
+        Difference,
+        compare_bytes,
+        compare_structure,
+        ulps,
+    )
+    from parity.zoo import TIERS, check_pair, check_target
 
 __all__ = [
     "TIERS",
+    "Args",
+    "Call",
+    "CheckError",
     "Comparison",
     "Difference",
     "Example",
+    "Integers",
+    "Oracle",
     "Pair",
     "Report",
+    "RuleError",
+    "Rules",
+    "Steps",
     "Tier",
     "abstract_pair",
+    "assert_parity",
+    "check",
     "check_pair",
     "check_target",
     "compare_bytes",
@@ -21,3 +44,33 @@ __all__ = [
     "make_pair",
     "ulps",
 ]
+
+# Imported when first asked for: pytest loads this package's plugin in every environment
+# where it is installed, and suites without a model must not pay for JAX and Flax.
+_HOMES = {
+    "parity.calls": ("Args", "Call", "CheckError", "Integers", "Steps"),
+    "parity.checking": ("Oracle", "assert_parity", "check"),
+    "parity.decoders": ("Example", "Pair", "abstract_pair", "make_pair"),
+    "parity.report": ("Report", "Tier"),
+    "parity.rules": ("RuleError", "Rules"),
+    "parity.trees": (
+        "Comparison",
+        "Difference",
+        "compare_bytes",
+        "compare_structure",
+        "ulps",
+    ),
+    "parity.zoo": ("TIERS", "check_pair", "check_target"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

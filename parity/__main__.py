@@ -15,16 +15,35 @@ import rich.console
 from absl import flags
 
 import shared
-from parity.cli import UsageError, check, golden, models
+from parity.baseline import BaselineError
+from parity.calls import CheckError
+from parity.cli import UsageError, check, compare, diff, golden, models, suggest
+from parity.gate import GateError
 from parity.oracle import OracleError
+from parity.program import ProgramError
+from parity.rules import RuleError
+from parity.stores import StoreError
 from parity.zoo import TargetError
 
-COMMANDS = {"check": check, "models": models, "golden": golden}
+COMMANDS = {
+    "check": check,
+    "compare": compare,
+    "diff": diff,
+    "models": models,
+    "golden": golden,
+    "suggest": suggest,
+}
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.
 BAD_INPUT = (
     UsageError,
     TargetError,
     OracleError,
+    CheckError,
+    RuleError,
+    GateError,
+    ProgramError,
+    BaselineError,
+    StoreError,
     shared.checkpoint.CheckpointError,
     shared.ConfigError,
     shared.PlanError,
@@ -58,7 +77,7 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
     )
     command.define_flags(values)
     try:
-        arguments = values([f"parity {name}", *rest])[1:]
+        arguments = values([f"parity {name}", *map(_underscored, rest)])[1:]
         if values["help"].value:
             text = f"{command.__doc__}\n{_flag_help(values)}"
             out.print(text, markup=False, highlight=False)
@@ -80,6 +99,14 @@ def run() -> None:
         traceback.print_exc()
         status = 3  # Python's own would be 1, which says that models differ
     sys.exit(status)
+
+
+def _underscored(argument: str) -> str:
+    """A flag as absl knows it: `--fail-on=init` is `--fail_on=init`."""
+    if not argument.startswith("--"):
+        return argument
+    flag, equals, value = argument.partition("=")
+    return "--" + flag[2:].replace("-", "_") + equals + value
 
 
 def _console(stream: IO[str]) -> rich.console.Console:

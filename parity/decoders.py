@@ -5,18 +5,22 @@ Both are jitted the same way, as functions of a plain nested dict of arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from hypothesis import strategies as st
 from jaxtyping import Array
 
 import shared
 import zoo_linen
 import zoo_nnx
+from parity import program_tier, search, strategies
 from parity.report import Tier
 from parity.trees import Comparison, compare_bytes, compare_structure
 from shared.trees import Path, flatten
@@ -94,19 +98,100 @@ def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
     return Tier("init", compared, note=f"first values from seed {seed}, to the bit")
 
 
-def check_bits(pair: Pair, examples: Iterable[Example]) -> Tier:
-    """Weights held, then outputs, losses and every gradient with Linen's weights."""
-    compared = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx), finite=True)
-    if not fits(compared):
-        return Tier("bits", compared, note="weights; Linen's do not fit into NNX")
-    linen = measured(pair.config, linen_apply(pair.linen))
-    other = measured(pair.config, nnx_apply(pair.nnx))
-    inputs = list(examples)
-    for example in inputs:
-        results = [function(pair.params, example) for function in (linen, other)]
-        compared += compare_bytes(*results, finite=True)
-    note = "weights; logits, losses, every gradient under jit, to the bit"
-    return Tier("bits", compared, len(inputs), note)
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """Examples that Hypothesis draws.
+
+    Attributes:
+      seed: of the draws.
+      count: of examples.
+      replay: the command that draws them again.
+    """
+
+    seed: int
+    count: int
+    replay: str
+
+
+def check_bits(pair: Pair, examples: Iterable[Example] | Drawn) -> Tier:
+    """Weights held, then outputs, losses and every gradient with Linen's weights.
+
+    Each frontend runs the last example twice: bits say something of the next run only
+    where a frontend repeats its own.
+    """
+    held = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx), finite=True)
+    if not fits(held):
+        return Tier("bits", held, note="weights; Linen's do not fit into NNX")
+    runs = [
+        measured(pair.config, apply)
+        for apply in (linen_apply(pair.linen), nnx_apply(pair.nnx))
+    ]
+
+    def compare(example: Example) -> Comparison:
+        results = [run(pair.params, example) for run in runs]
+        return compare_bytes(*results, finite=True)
+
+    compared, count, last, details = _over(pair, examples, compare)
+    repeated = [
+        compare_bytes(run(pair.params, last), run(pair.params, last)) for run in runs
+    ]
+    return Tier(
+        "bits",
+        held + compared,
+        count,
+        "weights; logits, losses, every gradient under jit, to the bit",
+        details=details,
+        deterministic=not any(again.differences for again in repeated),
+    )
+
+
+def _over(
+    pair: Pair,
+    examples: Iterable[Example] | Drawn,
+    compare: Callable[[Example], Comparison],
+) -> tuple[Comparison, int, Example, tuple[str, ...]]:
+    """All examples compared: how many, the last of them, and what to show."""
+    if not isinstance(examples, Drawn):
+        inputs = list(examples)
+        compared = sum(map(compare, inputs), Comparison())
+        return compared, len(inputs), inputs[-1], ()
+    found = search.search(
+        example_strategy(pair.config),
+        compare,
+        seed=examples.seed,
+        count=examples.count,
+    )
+    details: tuple[str, ...] = ()
+    if found.smallest is not None:
+        shown = " ".join(repr(found.smallest).split())
+        details = (f"smallest example that differs: {shown}", examples.replay)
+    return found.compared, found.examples, found.last, details
+
+
+def check_program(pair: Pair, platforms: Sequence[str | None] = (None,)) -> Tier:
+    """The lowered programs of forward, and of loss with gradients; nothing is run.
+
+    Args:
+      pair: arrays or abstract.
+      platforms: to lower for, such as "cpu" and "tpu"; None: this machine's.
+    """
+    linen, other = linen_apply(pair.linen), nnx_apply(pair.nnx)
+    gradient = functools.partial(objective_and_gradient, pair.config)
+    functions = {
+        "forward": (_forward(linen), _forward(other)),
+        "gradient": (gradient(linen), gradient(other)),
+    }
+    shape = jax.ShapeDtypeStruct((2, 17), jnp.int32)
+    given = program_tier.abstract(pair.params), Example(shape, shape, shape)
+    with jax.default_matmul_precision("highest"):
+        return program_tier.check_programs(functions, given, platforms)
+
+
+def _forward(apply: Apply) -> Callable[[Mapping[str, Any], Example], Any]:
+    def forward(params: Mapping[str, Any], example: Example) -> Any:
+        return apply(params, example.tokens, segment_ids=example.segment_ids)
+
+    return forward
 
 
 def fits(compared: Comparison) -> bool:
@@ -139,7 +224,20 @@ def nnx_apply(model: nnx.Module) -> Apply:
 def measured(
     config: shared.DecoderConfig, apply: Apply
 ) -> Callable[[Mapping[str, Any], Example], dict[str, Any]]:
-    """Outputs, losses and gradients of a frontend as one jitted function.
+    """Outputs, losses and gradients of a frontend as one jitted function."""
+    run = jax.jit(objective_and_gradient(config, apply))
+
+    def with_precision(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
+        with jax.default_matmul_precision("highest"):
+            return run(params, example)
+
+    return with_precision
+
+
+def objective_and_gradient(
+    config: shared.DecoderConfig, apply: Apply
+) -> Callable[[Mapping[str, Any], Example], dict[str, Any]]:
+    """Outputs, losses and gradients as a function of parameters and an example.
 
     The result is a nested dict without empty entries, so that paths name what differs.
     """
@@ -149,7 +247,6 @@ def measured(
         loss = shared.decoder_loss(output, example.labels, config, example.segment_ids)
         return loss.total, (output, loss)
 
-    @jax.jit
     def run(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
         (_, (output, loss)), gradients = jax.value_and_grad(objective, has_aux=True)(
             params, example
@@ -162,11 +259,15 @@ def measured(
         present = {name: x for name, x in results.items() if x is not None}
         return {**present, "gradient": gradients}
 
-    def with_precision(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
-        with jax.default_matmul_precision("highest"):
-            return run(params, example)
+    return run
 
-    return with_precision
+
+def example_strategy(
+    config: shared.DecoderConfig, length: int = 17
+) -> st.SearchStrategy[Example]:
+    """Two rows of tokens, some of which repeat, padded or packed in any way."""
+    ids = strategies.tokens(config.vocab_size, 2, length)
+    return st.builds(Example, ids, ids, strategies.segment_ids(2, length))
 
 
 def draw_examples(

@@ -237,6 +237,21 @@ def segment_ids(draw: st.DrawFn, batch: int, length: int) -> np.ndarray:
 
 
 @st.composite
+def splits(draw: st.DrawFn, length: int, most: int = 3) -> tuple[int, ...]:
+    """Where to cut a row of `length` tokens into calls; ascending, no empty parts.
+
+    Args:
+      draw: given by Hypothesis.
+      length: tokens in the row.
+      most: cuts at most.
+    """
+    if length < 2:
+        return ()
+    cuts = draw(st.sets(st.integers(1, length - 1), max_size=most))
+    return tuple(sorted(cuts))
+
+
+@st.composite
 def _segment_row(draw: st.DrawFn, length: int) -> np.ndarray:
     row = np.ones(length, np.int32)
     form = draw(st.sampled_from(("one", "left", "right", "packed", "gaps")))

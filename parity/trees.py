@@ -18,11 +18,15 @@ class Difference(NamedTuple):
       path: of the leaf, a/b/c.
       what: "missing", "shape", "dtype", "axes", "value" or "not finite".
       detail: both values, or how far apart.
+      absolute: of values, the largest distance, if it is known.
+      ulps: the same in floating-point numbers that lie between.
     """
 
     path: str
     what: str
     detail: str
+    absolute: float | None = None
+    ulps: float | None = None
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}: {self.detail}"
@@ -139,21 +143,33 @@ def _value_difference(
     for what, x, y in (("shape", a.shape, b.shape), ("dtype", a.dtype, b.dtype)):
         if x != y:
             return Difference(path, what, f"{names[0]} {x}, {names[1]} {y}")
+    a, b = _parts(a), _parts(b)
     if a.tobytes() != b.tobytes():
-        return Difference(path, "value", _distance(a, b))
+        return _distance(path, a, b)
     is_float = a.dtype.kind not in "iub"
     if finite and is_float and not np.isfinite(a.astype(np.float64)).all():
         return Difference(path, "not finite", "NaN or infinity in both")
     return None
 
 
-def _distance(a: np.ndarray, b: np.ndarray) -> str:
-    unequal = int(np.sum(_bits(a) != _bits(b)))
-    count = f"{unequal} of {a.size} entries"
+def _distance(path: str, a: np.ndarray, b: np.ndarray) -> Difference:
+    unequal = _bits(a) != _bits(b)
+    detail = f"{int(np.sum(unequal))} of {a.size} entries"
+    a, b = a[unequal], b[unequal]
+    with np.errstate(invalid="ignore", over="ignore"):
+        apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    largest = float(np.max(np.where(np.isnan(apart), np.inf, apart)))
     if a.dtype.kind in "iub":
-        return count
-    largest = float(np.max(np.abs(a.astype(np.float64) - b.astype(np.float64))))
-    return f"{count}, at most {largest:.3g} or {float(np.max(ulps(a, b))):.0f} ulps"
+        return Difference(path, "value", detail, largest)
+    steps = float(np.max(ulps(a, b)))
+    detail += f", at most {largest:.3g} or {steps:.0f} ulps"
+    return Difference(path, "value", detail, largest, steps)
+
+
+def _parts(x: np.ndarray) -> np.ndarray:
+    """The real and imaginary parts of complex numbers as entries of their own."""
+    x = np.ascontiguousarray(x)
+    return x.view(x.real.dtype) if x.dtype.kind == "c" else x
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from parity.decoders import Pair
 from parity.report import Report, Tier
 from shared.trees import flatten
 
-TIERS = ("tree", "init", "bits", "oracle")
+TIERS = ("tree", "init", "program", "bits", "oracle")
+WEIGHTLESS = {"tree", "program"}
 MOST_BYTES = 4 * 2**30  # of parameters, for the tiers that hold both models
 
 
@@ -32,6 +34,8 @@ def check_target(
     scan_layers: bool = True,
     scan_period: int | None = None,
     examples: int = 2,
+    draw: int | None = None,
+    platforms: Sequence[str | None] = (None,),
 ) -> Report:
     """Checks a preset or a checkpoint folder.
 
@@ -43,6 +47,9 @@ def check_target(
       scan_layers: whether layers are stacked and scanned.
       scan_period: layers in a period; None finds it.
       examples: inputs for the bits tier.
+      draw: so many inputs are drawn by Hypothesis instead, which looks for the
+        smallest that differs.
+      platforms: for which the program tier lowers; None: this machine's.
 
     Raises:
       ValueError: the target, the tiers or the golden file are no good.
@@ -50,8 +57,8 @@ def check_target(
     chosen = _choose_tiers(tiers, expect)
     golden = None if expect is None else oracle.read_golden(expect)
     layout: dict[str, Any] = {"scan_layers": scan_layers, "scan_period": scan_period}
-    config, folder = _resolve(target, layout)
-    if set(chosen) - {"tree"}:
+    config, folder = resolve(target, layout)
+    if set(chosen) - WEIGHTLESS:
         _check_size(target, config)
     of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
     params = None
@@ -60,10 +67,13 @@ def check_target(
         config, params = shared.checkpoint.load_hf(folder, **layout)
 
     results: list[Tier] = []
+    shapes = decoders.abstract_pair(config)
     if "tree" in chosen:
-        results.append(decoders.check_tree(decoders.abstract_pair(config)))
+        results.append(decoders.check_tree(shapes))
     if "init" in chosen:
         results.append(decoders.check_init(config, seed))
+    if "program" in chosen and all(decoders.fits(tier.compared) for tier in results):
+        results.append(decoders.check_program(shapes, platforms))
     # A tree that does not fit the other frontend cannot be run in both.
     if of_pair and all(decoders.fits(tier.compared) for tier in results):
         if params is None:
@@ -71,7 +81,7 @@ def check_target(
         results += check_pair(
             decoders.make_pair(config, params),
             of_pair,
-            examples=decoders.draw_examples(config, seed, examples),
+            examples=_inputs(target, config, seed, examples, draw),
             golden=golden,
             golden_name=expect or "",
         ).tiers
@@ -82,7 +92,7 @@ def check_pair(
     pair: Pair,
     tiers: Sequence[str] = ("tree", "bits"),
     *,
-    examples: Iterable[decoders.Example] | None = None,
+    examples: Iterable[decoders.Example] | decoders.Drawn | None = None,
     golden: Mapping[str, np.ndarray] | None = None,
     golden_name: str = "golden",
 ) -> Report:
@@ -90,7 +100,7 @@ def check_pair(
 
     Args:
       pair: the two, over arrays that should be the same.
-      tiers: of "tree", "bits" and "oracle".
+      tiers: of "tree", "program", "bits" and "oracle".
       examples: inputs for the bits tier; None draws some.
       golden: the reference's numbers, for the oracle tier.
       golden_name: what to call them.
@@ -98,6 +108,8 @@ def check_pair(
     results: list[Tier] = []
     if "tree" in tiers:
         results.append(decoders.check_tree(pair))
+    if "program" in tiers:
+        results.append(decoders.check_program(pair))
     if "bits" in tiers:
         if examples is None:
             examples = decoders.draw_examples(pair.config, 0)
@@ -109,6 +121,15 @@ def check_pair(
             oracle.check_oracle(pair.config, pair.params, apply, golden, golden_name)
         )
     return Report("pair", tuple(results))
+
+
+def _inputs(
+    target: str, config: shared.DecoderConfig, seed: int, count: int, draw: int | None
+) -> Iterable[decoders.Example] | decoders.Drawn:
+    if draw is None:
+        return decoders.draw_examples(config, seed, count)
+    command = ["parity", "check", target, f"--draw={draw}", f"--seed={seed}"]
+    return decoders.Drawn(seed, draw, f"again: {shlex.join(command)}")
 
 
 def parameter_bytes(config: shared.DecoderConfig) -> int:
@@ -139,9 +160,18 @@ def _choose_tiers(tiers: Sequence[str] | None, expect: str | None) -> tuple[str,
     return tuple(tier for tier in TIERS if tier in tiers)
 
 
-def _resolve(
+def resolve(
     target: str, layout: Mapping[str, Any]
 ) -> tuple[shared.DecoderConfig, pathlib.Path | None]:
+    """The config of a preset or a checkpoint folder, and the folder if it is one.
+
+    Args:
+      target: name or folder.
+      layout: fields of the config to set.
+
+    Raises:
+      TargetError: it is neither.
+    """
     if target in shared.presets():
         return shared.preset(target).replace(**layout), None
     folder = pathlib.Path(target)
@@ -160,5 +190,5 @@ def _check_size(target: str, config: shared.DecoderConfig) -> None:
         raise TargetError(
             f"{target} has {size / 2**30:.1f} GiB of parameters; the tiers init, bits "
             f"and oracle hold both models and take at most {MOST_BYTES / 2**30:.0f} "
-            "GiB. Use --tiers=tree, which needs no weights."
+            "GiB. Use --tiers=tree,program, which need no weights."
         )

@@ -1,82 +1,198 @@
-"""Proves that Linen and NNX hold and compute the same model.
+"""Proves that a Linen and an NNX model are the same model.
 
 parity check TARGET [flags]
+parity check --linen=pkg.mod:name --nnx=pkg.mod:name --inputs=pkg.mod:name [flags]
 
-TARGET is a preset (see `parity models`) or a folder with a Hugging Face checkpoint.
-Exit status 0: every tier proved; 1: something differs; 2: bad input.
+TARGET is a preset (see `parity models`) or a folder with a Hugging Face checkpoint. A
+pair of your own is named by what makes it: --linen a module, (module, variables) or a
+function that gives one of these; --nnx a module, or a function that makes one and may
+take `rngs`; --inputs arrays, shapes, parity.Args, parity.Steps, a list of these, a
+Hypothesis strategy, or a function that gives one of these.
+Exit status 0: proved; 1: something differs; 2: bad input.
 """
 
 from __future__ import annotations
 
+import datetime
+import os
 import pathlib
+import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import rich.console
 from absl import flags
 
-from parity import zoo
-from parity.cli import UsageError
+from parity import baseline, checking, gate, zoo
+from parity.cli import UsageError, factories
+from parity.report import Report
+
+_PAIR = ("linen", "nnx", "inputs")  # needed for a pair of the user's
+_PAIR_ONLY = ("rules", "calls", "oracle", "methods", "finite")
+_TARGET_ONLY = ("expect", "scan_layers", "scan_period", "draw")
+_REPORTS = ("json", "markdown", "junit")
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Declares the command's flags."""
+    text = lambda name, help: flags.DEFINE_string(name, None, help, flag_values=values)
+    text("linen", "The Linen side, pkg.mod:name.")
+    text("nnx", "The NNX side, pkg.mod:name.")
+    text("inputs", "Inputs, pkg.mod:name.")
+    text("rules", "Rule file (TOML) where names say too little; see `parity suggest`.")
+    text("calls", "parity.Call or a list of them, pkg.mod:name.")
+    text("oracle", "parity.Oracle, an independent reference, pkg.mod:name.")
+    flags.DEFINE_list("methods", None, "Methods to compare.", flag_values=values)
+    flags.DEFINE_bool(
+        "finite",
+        True,
+        "Whether NaN and infinity are differences, equal or not.",
+        flag_values=values,
+    )
     flags.DEFINE_list(
         "tiers",
         None,
-        f"Tiers to check, of {','.join(zoo.TIERS)}. Default: all, with the oracle if "
-        "--expect is given.",
+        f"Tiers to check, of {','.join(gate.TIERS)}. Default: all; tolerance where "
+        "bits differ, oracle if there is one.",
         flag_values=values,
     )
     flags.DEFINE_string(
-        "expect", None, "The reference's numbers, an npz.", flag_values=values
+        "fail_on",
+        None,
+        "Tiers that decide: tree always, one of program, bits (default), tolerance; "
+        "init and oracle as asked. Default for TARGET: every tier.",
+        flag_values=values,
     )
+    flags.DEFINE_list(
+        "platforms",
+        None,
+        "For which to lower in the program tier, such as cpu,tpu. Default: this one.",
+        flag_values=values,
+    )
+    text("baseline", "File (TOML) of accepted differences.")
+    text("expect", "The reference's numbers for TARGET, an npz.")
     flags.DEFINE_integer(
         "seed", 0, "Of first values and inputs.", lower_bound=0, flag_values=values
     )
     flags.DEFINE_integer(
-        "examples", 2, "Inputs for the bits tier.", lower_bound=1, flag_values=values
+        "examples",
+        None,
+        "Inputs to draw. Default: 2; 20 from a strategy.",
+        lower_bound=1,
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "draw",
+        None,
+        "For TARGET: so many inputs are drawn by Hypothesis, which looks for the "
+        "smallest that differs.",
+        lower_bound=1,
+        flag_values=values,
     )
     flags.DEFINE_bool(
         "scan_layers",
         True,
-        "Whether layers are stacked and scanned.",
+        "Whether layers of TARGET are stacked and scanned.",
         flag_values=values,
     )
     flags.DEFINE_integer(
         "scan_period",
         None,
-        "Layers in a period; by default it is found.",
+        "Layers of TARGET in a period; by default it is found.",
         lower_bound=1,
         flag_values=values,
     )
-    flags.DEFINE_string("json", None, "Write the report there.", flag_values=values)
-    flags.DEFINE_string("markdown", None, "Write the report there.", flag_values=values)
+    text("json", "Write the report there, after the schema report-1.json.")
+    text("markdown", "Write the report there, as a comment for a pull request.")
+    text("junit", "Write the report there, as JUnit XML.")
 
 
 def run(
     arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
-    """Checks one target."""
-    if len(arguments) != 1:
-        raise UsageError(
-            f"Give one target, a preset or a folder. Got {len(arguments)}."
-        )
-    for name in ("json", "markdown"):
+    """Checks one target or one pair."""
+    for name in _REPORTS:
         if options[name] and not pathlib.Path(options[name]).parent.is_dir():
             raise UsageError(f"--{name}={options[name]}: there is no such folder.")
-    report = zoo.check_target(
+    if options["fail_on"] is not None:
+        gate.required(options["fail_on"])  # before anything is run
+    accepted = options["baseline"] and baseline.read(options["baseline"])
+    if any(options[name] is not None for name in _PAIR):
+        report = _check_pair(arguments, options)
+    else:
+        report = _check_target(arguments, options)
+    report = gate.apply(report, options["fail_on"])
+    if accepted:
+        report = baseline.apply(report, accepted, datetime.date.today())
+    report.print(console)
+    for name in _REPORTS:
+        if options[name]:
+            text = getattr(report, f"to_{name}")()
+            pathlib.Path(options[name]).write_text(text, encoding="utf-8")
+    console.print(report.verdict, style="bold")
+    return 0 if report.ok else 1
+
+
+def _check_target(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
+    if len(arguments) != 1:
+        raise UsageError(
+            "Give one target, a preset or a folder, or a pair with --linen, --nnx and "
+            f"--inputs. Got {len(arguments)} targets."
+        )
+    _refuse(options, _PAIR_ONLY, "a pair of your own (--linen, --nnx, --inputs)")
+    return zoo.check_target(
         arguments[0],
         options["tiers"],
         expect=options["expect"],
         seed=options["seed"],
         scan_layers=options["scan_layers"],
         scan_period=options["scan_period"],
-        examples=options["examples"],
+        examples=options["examples"] or 2,
+        draw=options["draw"],
+        platforms=options["platforms"] or (None,),
     )
-    report.print(console)
-    for name, text in (("json", report.to_json()), ("markdown", report.to_markdown())):
-        if options[name]:
-            pathlib.Path(options[name]).write_text(text)
-    console.print("proved" if report.ok else "NOT EQUAL", style="bold")
-    return 0 if report.ok else 1
+
+
+def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
+    if arguments:
+        raise UsageError(
+            f"Give a target or a pair (--linen …), not both. Got {arguments[0]!r}, too."
+        )
+    lacking = [f"--{name}" for name in _PAIR if options[name] is None]
+    if lacking:
+        raise UsageError(
+            f"A pair needs --linen, --nnx and --inputs: give {lacking[0]}."
+        )
+    _refuse(options, _TARGET_ONLY, "a target")
+    sys.path.insert(0, os.getcwd())
+    return checking.check(
+        factories.make("linen", options["linen"]),
+        factories.load("nnx", options["nnx"]),
+        factories.make("inputs", options["inputs"]),
+        rules=options["rules"],
+        call=options["calls"] and factories.make("calls", options["calls"]),
+        methods=options["methods"],
+        tiers=options["tiers"] or checking.TIERS,
+        seed=options["seed"],
+        examples=options["examples"],
+        oracle=options["oracle"] and factories.make("oracle", options["oracle"]),
+        finite=options["finite"],
+        platforms=options["platforms"] or (None,),
+        target=f"{options['linen']} = {options['nnx']}",
+        replay=_command(options),
+    )
+
+
+def _command(options: Mapping[str, Any]) -> str:
+    """The command that draws the same examples again."""
+    named = (*_PAIR, "rules", "calls", "seed", "examples")
+    given = [f"--{name}={options[name]}" for name in named if options[name] is not None]
+    return shlex.join(["parity", "check", *given])
+
+
+def _refuse(options: Mapping[str, Any], names: Sequence[str], of: str) -> None:
+    defaults = {"finite": True, "scan_layers": True}
+    odd = [name for name in names if options[name] != defaults.get(name)]
+    if odd:
+        raise UsageError(f"--{odd[0]} is for {of}.")

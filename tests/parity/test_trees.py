@@ -38,6 +38,29 @@ def test_nothing_compared_is_no_proof(compare):
 
 
 @pytest.mark.parametrize("compare", [compare_bytes, compare_structure])
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (2, 0, 4)])
+def test_leaves_without_entries_are_no_proof(compare, shape):
+    tree = {"a": {"b": np.ones(shape, np.float32)}}
+    compared = compare(tree, tree)
+    assert (compared.leaves, compared.elements, compared.equal) == (1, 0, False)
+    assert not Report("x", (Tier("bits", compared),)).ok
+    # Beside others they are compared by shape and dtype.
+    assert compare({**tree, "c": ONES}, {**tree, "c": ONES}).equal
+    other = {"a": {"b": np.ones((*shape, 2), np.float32)}, "c": ONES}
+    assert paths(compare({**tree, "c": ONES}, other)) == [("a/b", "shape")]
+
+
+@pytest.mark.parametrize("compare", [compare_bytes, compare_structure])
+@pytest.mark.parametrize(
+    "shapes", [((1, 3), (3,)), ((3, 1), (3, 3)), ((), (1,))], ids=str
+)
+def test_shapes_that_would_broadcast_to_equal_values_differ(compare, shapes):
+    trees = [{"a": np.ones(shape, np.float32)} for shape in shapes]
+    for left, right in (trees, trees[::-1]):
+        assert paths(compare(left, right)) == [("a", "shape")]
+
+
+@pytest.mark.parametrize("compare", [compare_bytes, compare_structure])
 @pytest.mark.parametrize(
     ("other", "what"),
     [
@@ -75,6 +98,24 @@ def test_values_that_are_no_numbers_prove_nothing():
     # Two NaN with other bits are other bits.
     pair = [np.uint32([0x7FC00000 + i]).view(np.float32) for i in range(2)]
     assert not compare_bytes({"a": pair[0]}, {"a": pair[1]}).equal
+
+
+@pytest.mark.parametrize("finite", [False, True])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_number_against_none_differs_by_infinity(bad, finite):
+    left, right = {"a": np.float32([1, bad])}, {"a": np.float32([1, 2])}
+    compared = compare_bytes(left, right, finite=finite)
+    assert paths(compared) == [("a", "value")]
+    assert "at most inf" in compared.differences[0].detail
+
+
+def test_the_order_in_memory_is_no_difference():
+    tree = {"a": np.arange(6, dtype=np.float32).reshape(2, 3)}
+    assert compare_bytes(tree, {"a": np.asfortranarray(tree["a"])}).equal
+    assert compare_bytes(tree, {"a": np.repeat(tree["a"], 2, axis=1)[:, ::2]}).equal
+    # Bytes in the order of memory would be the same here.
+    other = tree["a"].ravel().reshape(3, 2).T
+    assert not compare_bytes(tree, {"a": other}).equal
 
 
 def test_zeros_of_either_sign_differ():

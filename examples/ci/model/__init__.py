@@ -1,0 +1,1 @@
+"""One network, in both Flax APIs."""

@@ -1,0 +1,114 @@
+"""npz: a zip of npy members, read as streams."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import pathlib
+import zipfile
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+from parity.stores.store import (
+    Leaf,
+    Part,
+    Path,
+    Read,
+    Store,
+    StoreError,
+    collect,
+    run_of,
+    some,
+    split_name,
+)
+
+
+def open_file(path: pathlib.Path) -> Store:
+    """The arrays of an npz; `a/b` is b in a.
+
+    Raises:
+      StoreError: it is damaged, or a zip of something else.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            members = archive.namelist()
+            arrays = [name for name in members if name.endswith(".npy")]
+            other = [name for name in members if not name.endswith(".npy")]
+            if any(name.endswith(".pkl") for name in other):
+                raise StoreError(
+                    f"{path} holds a pickle (PyTorch?), which is never read, for it "
+                    "can run any code: save it as safetensors."
+                )
+            if not arrays:
+                raise StoreError(f"{path} is a zip without npy arrays, so no npz.")
+            found = [(_path(name), _leaf(path, archive, name)) for name in arrays]
+    except (zipfile.BadZipFile, EOFError) as error:
+        raise StoreError(
+            f"{path} is a damaged zip ({error}): fetch or write it again."
+        ) from None
+    notes = (f"ignored, no arrays: {some(other, 4)}",) if other else ()
+    return collect(Store(str(path), "npz", {}, notes=notes), found)
+
+
+def _path(member: str) -> Path:
+    return split_name(member.removesuffix(".npy"))
+
+
+def _leaf(path: pathlib.Path, archive: zipfile.ZipFile, member: str) -> Leaf | str:
+    with archive.open(member) as stream:
+        try:
+            shape, fortran, dtype = _header(stream)
+        except ValueError as error:
+            return f"{member} is no npy that is read here ({error})"
+    if dtype.hasobject:
+        return (
+            "it holds Python objects, whose pickles are never read, for they can run "
+            "any code: save arrays of numbers"
+        )
+    if dtype.kind not in "biufcSU":
+        return (
+            f"dtype {dtype}: an npz does not keep bfloat16, float8 and int4; save it "
+            "as safetensors or convert it"
+        )
+    reader = _whole if fortran else _streamed
+    return Leaf(shape, dtype, lambda: reader(path, member, shape, dtype))
+
+
+def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+    version = np.lib.format.read_magic(stream)
+    if version == (1, 0):
+        return np.lib.format.read_array_header_1_0(stream)
+    if version == (2, 0):
+        return np.lib.format.read_array_header_2_0(stream)
+    raise ValueError(f"npy version {version}, not 1.0 or 2.0")
+
+
+@contextlib.contextmanager
+def _streamed(
+    path: pathlib.Path, member: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Iterator[Read]:
+    with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
+        _header(stream)
+        start = stream.tell()
+
+        def read(part: Part) -> np.ndarray:
+            first, count = run_of(shape, part)
+            stream.seek(start + first * dtype.itemsize)
+            data = stream.read(count * dtype.itemsize)
+            return np.frombuffer(data, dtype).reshape([s.stop - s.start for s in part])
+
+        yield read
+
+
+@contextlib.contextmanager
+def _whole(
+    path: pathlib.Path, member: str, shape: tuple[int, ...], dtype: np.dtype
+) -> Iterator[Read]:
+    """Of an array in Fortran order no part is a run of the stream: all is read."""
+    with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
+        _header(stream)
+        data = stream.read(math.prod(shape) * dtype.itemsize)
+    array = np.frombuffer(data, dtype).reshape(shape, order="F")
+    yield lambda part: array[part]
