@@ -20,8 +20,10 @@ import rich.console
 import rich.table
 
 import shared
-from parity import decoders, dispatch, report
-from parity.dispatch import FLAT, USUAL, Timing, Way
+from parity import decoders
+from parity.comparison import dispatch
+from parity.comparison.dispatch import FLAT, USUAL, Timing, Way
+from parity.reporting import report
 from shared.presets import qwen3_next_tiny
 
 LIMIT = 1.2

@@ -4,11 +4,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from parity.calls import Args, Call, CheckError, Integers, Steps
-    from parity.checking import Oracle, assert_parity, check
     from parity.decoders import Example, Pair, abstract_pair, make_pair
-    from parity.report import Report, Tier
-    from parity.rules import RuleError, Rules
+    from parity.mapping.rules import RuleError, Rules
+    from parity.pairs.calls import Args, Call, CheckError, Integers, Steps
+    from parity.pairs.checking import Oracle, assert_parity, check
+    from parity.reporting.report import Report, Tier
     from parity.trees import (
         Comparison,
         Difference,
@@ -48,11 +48,11 @@ __all__ = [
 # Imported when first asked for: pytest loads this package's plugin in every environment
 # where it is installed, and suites without a model must not pay for JAX and Flax.
 _HOMES = {
-    "parity.calls": ("Args", "Call", "CheckError", "Integers", "Steps"),
-    "parity.checking": ("Oracle", "assert_parity", "check"),
+    "parity.pairs.calls": ("Args", "Call", "CheckError", "Integers", "Steps"),
+    "parity.pairs.checking": ("Oracle", "assert_parity", "check"),
     "parity.decoders": ("Example", "Pair", "abstract_pair", "make_pair"),
-    "parity.report": ("Report", "Tier"),
-    "parity.rules": ("RuleError", "Rules"),
+    "parity.reporting.report": ("Report", "Tier"),
+    "parity.mapping.rules": ("RuleError", "Rules"),
     "parity.trees": (
         "Comparison",
         "Difference",

@@ -15,13 +15,13 @@ import rich.console
 from absl import flags
 
 import shared
-from parity.baseline import BaselineError
-from parity.calls import CheckError
 from parity.cli import UsageError, check, compare, diff, golden, models, suggest
-from parity.gate import GateError
+from parity.mapping.rules import RuleError
 from parity.oracle import OracleError
-from parity.program import ProgramError
-from parity.rules import RuleError
+from parity.pairs.calls import CheckError
+from parity.programs.program import ProgramError
+from parity.reporting.baseline import BaselineError
+from parity.reporting.gate import GateError
 from parity.stores import StoreError
 from parity.zoo import TargetError
 

@@ -20,8 +20,10 @@ from jaxtyping import Array
 import shared
 import zoo_linen
 import zoo_nnx
-from parity import program_tier, search, strategies
-from parity.report import Tier
+from parity import strategies
+from parity.pairs import search
+from parity.programs import tier as program_tier
+from parity.reporting.report import Tier
 from parity.trees import Comparison, compare_bytes, compare_structure
 from shared.trees import Path, flatten
 

@@ -28,7 +28,7 @@ from jaxtyping import Array
 
 import shared
 from parity.decoders import Apply
-from parity.report import Tier
+from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference
 
 # float32 against float32 of another framework. The delta rule amplifies rounding: the

@@ -28,10 +28,10 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from parity import baseline, gate
+from parity.reporting import baseline, gate
 
 if TYPE_CHECKING:
-    from parity.report import Report
+    from parity.reporting.report import Report
 
 _MARKER = (
     "parity(linen, nnx, inputs, **options): check with parity.check before the body"
@@ -96,8 +96,8 @@ class _Session:
             self._write()
 
     def _write(self) -> None:
-        from parity import junit
-        from parity.report import Report
+        from parity.reporting import junit
+        from parity.reporting.report import Report
 
         reports = [Report.from_json(text) for text in self.reports]
         reports.sort(key=lambda report: report.target)

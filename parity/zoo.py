@@ -13,7 +13,7 @@ import numpy as np
 import shared
 from parity import decoders, oracle
 from parity.decoders import Pair
-from parity.report import Report, Tier
+from parity.reporting.report import Report, Tier
 from shared.trees import flatten
 
 TIERS = ("tree", "init", "program", "bits", "oracle")

@@ -24,9 +24,11 @@ from typing import Any
 import rich.console
 from absl import flags
 
-from parity import baseline, checking, gate, zoo
+from parity import zoo
 from parity.cli import UsageError, factories
-from parity.report import Report
+from parity.pairs import checking
+from parity.reporting import baseline, gate
+from parity.reporting.report import Report
 
 _PAIR = ("linen", "nnx", "inputs")  # needed for a pair of the user's
 _PAIR_ONLY = ("rules", "calls", "oracle", "methods", "finite")

@@ -19,9 +19,9 @@ import rich.console
 import rich.table
 from absl import flags
 
-from parity import page, side_by_side
 from parity.cli import UsageError
-from parity.side_by_side import SideBySide
+from parity.comparison import page, side_by_side
+from parity.comparison.side_by_side import SideBySide
 
 _FILES = ("json", "svg", "html")
 

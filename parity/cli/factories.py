@@ -10,8 +10,8 @@ from typing import Any
 from flax import linen as nn
 from flax import nnx
 
-from parity import calls
 from parity.cli import UsageError
+from parity.pairs import calls
 
 # Called as they are, and so no factories.
 _VALUES = (nn.Module, nnx.Module, calls.Args, calls.Call)

@@ -17,8 +17,8 @@ from typing import Any
 import rich.console
 from absl import flags
 
-from parity import checking
 from parity.cli import UsageError, factories
+from parity.pairs import checking
 
 _PAIR = ("linen", "nnx", "inputs")
 

@@ -9,8 +9,8 @@ import jsonschema
 import junitparser
 import pytest
 
-from tests.parity.test_junit import SCHEMA as XML_SCHEMA
-from tests.parity.test_report import SCHEMA as JSON_SCHEMA
+from tests.parity.reporting.test_junit import SCHEMA as XML_SCHEMA
+from tests.parity.reporting.test_report import SCHEMA as JSON_SCHEMA
 
 pytest_plugins = ["pytester"]
 
@@ -28,7 +28,7 @@ import parity
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
     def check(linen, nnx, inputs, *, fail_on=(), target="pair"):
-        from parity import gate
+        from parity.reporting import gate
         tree, bits = (
             parity.compare_bytes({"a": np.float32(x)}, {"a": np.float32(y)})
             for x, y in ((0, 0), (linen, nnx))
@@ -204,7 +204,8 @@ def test_a_suite_without_models_does_not_pay_for_them(pytester, monkeypatch):
 
         def test_light(request):
             request.config.getoption("--parity-json")
-            heavy = {"jax", "flax", "numpy", "shared", "rich", "parity.report"}
+            heavy = {"jax", "flax", "numpy", "shared", "rich"}
+            heavy.add("parity.reporting.report")
             assert not heavy & set(sys.modules)
         """
     )

@@ -19,9 +19,9 @@ import jsonschema
 import pytest
 import yaml
 
-from parity import baseline
-from tests.parity.test_junit import SCHEMA as XML_SCHEMA
-from tests.parity.test_report import SCHEMA as JSON_SCHEMA
+from parity.reporting import baseline
+from tests.parity.reporting.test_junit import SCHEMA as XML_SCHEMA
+from tests.parity.reporting.test_report import SCHEMA as JSON_SCHEMA
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "ci"

@@ -1,0 +1,1 @@
+"""Both frontends side by side: what each costs."""

@@ -1,0 +1,128 @@
+"""What to say of leaves that do not correspond: near ones, and the rule to write."""
+
+from __future__ import annotations
+
+import difflib
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from parity.mapping.known import ONLY_IN_LINEN
+from parity.mapping.layout import Shape
+from parity.mapping.leaves import Leaf
+from parity.mapping.rules import escaped, quoted, rule_line
+
+
+def facts(leaves: Sequence[Leaf]) -> str:
+    """Texts, shapes and dtypes."""
+    return ", ".join(f"{leaf.text} {leaf.shape} {leaf.dtype}" for leaf in leaves)
+
+
+def near(leaf: Leaf, others: Sequence[Leaf]) -> list[Leaf]:
+    """Up to three leaves it may be: of equal shape first, then by name."""
+
+    def likeness(other: Leaf) -> tuple[int, float]:
+        same = leaf.shape == other.shape
+        permuted = sorted(leaf.shape) == sorted(other.shape)
+        names = difflib.SequenceMatcher(None, leaf.text, other.text).ratio()
+        return same + permuted, names
+
+    # Names are slow to compare, and in large trees shapes already say enough.
+    alike = [x for x in others if sorted(x.shape) == sorted(leaf.shape)]
+    ranked = sorted((alike or list(others))[:200], key=likeness, reverse=True)
+    return [x for x in ranked[:3] if likeness(x) > (0, 0.5)]
+
+
+def closest(pattern: str, texts: Iterable[str]) -> str:
+    """The texts that a pattern without a match is closest to, as half a sentence."""
+    plain = pattern.replace("\\", "")
+    found = difflib.get_close_matches(plain, list(texts)[:1000], 3, 0.3)
+    return f"near: {', '.join(found)}." if found else "nothing is near it."
+
+
+def only_in(side: str, leaf: Leaf, others: Sequence[Leaf], went: str = "") -> str:
+    """Of a leaf without counterpart.
+
+    Args:
+      side: "linen" or "nnx".
+      leaf: which.
+      others: near ones of the other side.
+      went: where a rule sent it, with a semicolon before.
+    """
+    text = f"only in {side}, {leaf.shape} {leaf.dtype}{went}. "
+    for pattern, why in ONLY_IN_LINEN:
+        if side == "linen" and pattern.fullmatch(leaf.text):
+            text += f"Known: {why}. "
+    other = "nnx" if side == "linen" else "linen"
+    ignore = f"[[ignore]] {side} = {quoted(escaped(leaf.text))}, reason = '...'"
+    if not others:
+        return f"{text}Nothing in {other} is near it. To leave it out: {ignore}"
+    pair = (leaf, others[0]) if side == "linen" else (others[0], leaf)
+    rule = rule_line(pair[0].text, pair[1].text)
+    return (
+        f"{text}Near it in {other}: {facts(others)}. A rule: {rule}; to leave it out: "
+        f"{ignore}"
+    )
+
+
+def shapes(
+    have: Sequence[Shape],
+    want: Sequence[Shape],
+    linen: Sequence[Leaf],
+    nnx: Sequence[Leaf],
+    after: str = "",
+) -> str:
+    """Of leaves whose shapes differ.
+
+    Args:
+      have: Linen's shapes in NNX's layout.
+      want: NNX's.
+      linen: Linen's leaves.
+      nnx: NNX's leaves.
+      after: what rule the shapes are the result of; then there is nothing to advise.
+    """
+    text = f"linen {', '.join(map(str, have))}, nnx {', '.join(map(str, want))}"
+    if after:
+        return text + after
+    if len(linen) > 1 or len(nnx) > 1:
+        return f"{text}."
+    rule = rule_line(linen[0].text, nnx[0].text)
+    orders = _orders(have[0], want[0])
+    if orders:
+        choices = " or ".join(f"transpose = {order}" for order in orders[:3])
+        return f"{text}. If only the layout differs: {rule}, {choices}"
+    if math.prod(have[0]) == math.prod(want[0]):
+        return f"{text}. If only the shape differs: {rule}, reshape = {list(want[0])}"
+    return f"{text}. The sizes differ: no rule can help."
+
+
+def unclear_stack(
+    pairs: Sequence[tuple[Leaf, Leaf]], choices: Sequence[str]
+) -> tuple[str, str]:
+    """Of a stack whose axis may have moved in several ways: its place, and advice."""
+    linen, nnx = (_common_text(pair[side].text for pair in pairs) for side in (0, 1))
+    target = f"{nnx}\\1"
+    return linen, (
+        f"the stack axis of {len(pairs)} leaves such as {facts(pairs[0][:1])}, in nnx "
+        f"{facts(pairs[0][1:])}, may move {' or '.join(choices)}. Say it: [[rule]] "
+        f"linen = {quoted(escaped(linen) + '(.*)')}, nnx = {quoted(target)}, "
+        "moveaxis = [from, to]"
+    )
+
+
+def _orders(have: Shape, want: Shape) -> list[list[int]]:
+    # More axes than this have too many orders to name one.
+    if len(have) != len(want) or len(have) > 6:
+        return []
+    return [
+        list(order)
+        for order in itertools.permutations(range(len(have)))
+        if tuple(have[i] for i in order) == want
+    ]
+
+
+def _common_text(texts: Iterable[str]) -> str:
+    """The part of their paths that texts share, with its last slash."""
+    columns = zip(*(text.split("/")[:-1] for text in texts), strict=False)
+    same = itertools.takewhile(lambda tokens: len(set(tokens)) == 1, columns)
+    return "".join(f"{tokens[0]}/" for tokens in same)

@@ -1,0 +1,1 @@
+"""Any pair of modules: how it is called, and its tiers."""

@@ -1,0 +1,239 @@
+"""What is called, and with which inputs: methods, modes, examples.
+
+An example is what a module gets: an array, a tuple of positional arguments, `Args` with
+keywords, or `Steps`, several of these in turn with state carried from one to the next.
+Where an array may stand there may also be a `jax.ShapeDtypeStruct`, to be drawn, or
+`Integers`, to be drawn below a limit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import strategies as st
+
+from parity.pairs.search import draw
+
+Mode = Literal["train", "eval"]
+
+
+class CheckError(ValueError):
+    """Modules, inputs or options that cannot be checked; the message says why."""
+
+
+class Args:
+    """Arguments of one call: `Args(x, mask=mask)`."""
+
+    def __init__(self, *positional: Any, **keywords: Any):
+        self.positional = positional
+        self.keywords = keywords
+
+    def __repr__(self) -> str:
+        parts = [*map(repr, self.positional)]
+        parts += [f"{name}={value!r}" for name, value in self.keywords.items()]
+        return f"Args({', '.join(parts)})"
+
+
+jax.tree_util.register_pytree_node(
+    Args,
+    lambda args: ((args.positional, args.keywords), None),
+    lambda _, children: Args(*children[0], **children[1]),
+)
+
+
+class Steps(tuple[Any, ...]):
+    """Calls in turn; a cache or other state goes from each to the next.
+
+    `Steps([first, second])`; each item has one of the forms of an example.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class Integers:
+    """Integers to be drawn, `low` to `high - 1`: token ids, labels, positions."""
+
+    shape: tuple[int, ...]
+    high: int
+    low: int = 0
+    dtype: Any = np.int32
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One way to call both modules.
+
+    Attributes:
+      name: in reports.
+      method: to call; a pair where the two have different names, Linen's first.
+      linen: constant keywords for Linen, as `{"train": True}`.
+      nnx: constant keywords for NNX.
+      mode: "train" or "eval" puts the NNX module into that mode first; Linen is told
+        by `linen`.
+      gradient: whether to compare loss and gradients.
+      inputs: for this call alone.
+    """
+
+    name: str = "call"
+    method: str | tuple[str, str] = "__call__"
+    linen: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    nnx: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mode: Mode | None = None
+    gradient: bool = True
+    inputs: Any = None
+
+    @property
+    def methods(self) -> tuple[str, str]:
+        """Names of the method in Linen and in NNX."""
+        return self.method if isinstance(self.method, tuple) else (self.method,) * 2
+
+
+def make_calls(
+    call: Call | Mapping[str, Any] | Sequence[Call] | None,
+    methods: Sequence[str] | Mapping[str, Any] | None,
+    inputs: Any,
+) -> tuple[Call, ...]:
+    """The calls that are asked for, each with its inputs.
+
+    Args:
+      call: ready calls, or constant keywords for both frontends.
+      methods: names of methods that both have; a mapping gives each its inputs.
+      inputs: for calls that have none of their own.
+
+    Raises:
+      CheckError: no calls, two of one name, or one without inputs.
+    """
+    if isinstance(call, Call):
+        calls: list[Call] = [call]
+    elif call is None or isinstance(call, Mapping):
+        keywords = dict(call or {})
+        own = methods if isinstance(methods, Mapping) else {}
+        names = tuple(methods) if methods is not None else ("__call__",)
+        calls = [
+            Call(
+                "call" if name == "__call__" else name,
+                name,
+                linen=keywords,
+                nnx=keywords,
+                inputs=own.get(name),
+            )
+            for name in names
+        ]
+    else:
+        calls = list(call)
+    if methods is not None and (isinstance(call, Call) or _is_calls(call)):
+        raise CheckError("Give either calls or methods: a call names its method.")
+    calls = [
+        dataclasses.replace(c, inputs=inputs) if c.inputs is None else c for c in calls
+    ]
+    _check(calls)
+    return tuple(calls)
+
+
+def _is_calls(call: Any) -> bool:
+    return call is not None and not isinstance(call, Mapping)
+
+
+def _check(calls: Sequence[Call]) -> None:
+    if not calls:
+        raise CheckError("There is nothing to call: give a method or a Call.")
+    names = [call.name for call in calls]
+    double = sorted({name for name in names if names.count(name) > 1})
+    if double:
+        raise CheckError(f"Calls need names of their own. Twice: {', '.join(double)}.")
+    lacking = [call.name for call in calls if call.inputs is None]
+    if lacking:
+        raise CheckError(
+            f"No inputs for {', '.join(lacking)}: give `inputs`, or Call(inputs=…)."
+        )
+
+
+def is_strategy(inputs: Any) -> bool:
+    """Whether examples are drawn by Hypothesis."""
+    return isinstance(inputs, st.SearchStrategy)
+
+
+def first_example(inputs: Any, seed: int = 0) -> tuple[Args, ...]:
+    """The arguments of one example, step by step, as arrays."""
+    return next(iter(examples(inputs, seed, 1)))
+
+
+def examples(inputs: Any, seed: int, count: int) -> Iterator[tuple[Args, ...]]:
+    """Examples from anything but a strategy: `count` where something is to be drawn.
+
+    A list holds several; arrays are given once.
+    """
+    if is_strategy(inputs):
+        found: list[Any] = []
+        draw(inputs, found.append, seed=seed, count=1)
+        yield as_arrays(found[0])
+        return
+    for entry in inputs if isinstance(inputs, list) else [inputs]:
+        drawn = any(_is_abstract(leaf) for leaf in _leaves(entry))
+        for i in range(count if drawn else 1):
+            random = np.random.default_rng((seed, i))
+            yield tuple(_draw(step, random) for step in steps(entry))
+
+
+def as_arrays(example: Any) -> tuple[Args, ...]:
+    """The steps of a drawn example, with arrays of JAX."""
+    return tuple(jax.tree.map(jnp.asarray, step) for step in steps(example))
+
+
+def steps(example: Any) -> tuple[Args, ...]:
+    """An example of any form as arguments, call by call."""
+    if isinstance(example, Steps):
+        return tuple(_as_args(step) for step in example)
+    return (_as_args(example),)
+
+
+def abstract(inputs: Any) -> Args:
+    """Shapes and dtypes of the first step of the first example."""
+    if is_strategy(inputs):
+        inputs = first_example(inputs)[0]
+    entry = inputs[0] if isinstance(inputs, list) else inputs
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), steps(entry)[0]
+    )
+
+
+def _as_args(example: Any) -> Args:
+    if isinstance(example, Args):
+        return example
+    if isinstance(example, tuple) and not hasattr(example, "_fields"):
+        return Args(*example)
+    return Args(example)
+
+
+def _is_abstract(leaf: Any) -> bool:
+    return isinstance(leaf, jax.ShapeDtypeStruct | Integers)
+
+
+def _leaves(example: Any) -> list[Any]:
+    return [leaf for step in steps(example) for leaf in jax.tree.leaves(step)]
+
+
+def _draw(args: Args, random: np.random.Generator) -> Args:
+    return jax.tree.map(lambda leaf: _draw_leaf(leaf, random), args)
+
+
+def _draw_leaf(leaf: Any, random: np.random.Generator) -> Any:
+    if isinstance(leaf, Integers):
+        values = random.integers(leaf.low, leaf.high, leaf.shape)
+        return jnp.asarray(values.astype(leaf.dtype))
+    if not isinstance(leaf, jax.ShapeDtypeStruct):
+        return jnp.asarray(leaf)
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return jax.random.key(int(random.integers(2**31)))
+    if jnp.issubdtype(leaf.dtype, jnp.inexact):
+        return jnp.asarray(random.standard_normal(leaf.shape), leaf.dtype)
+    if leaf.dtype == np.bool_:
+        return jnp.asarray(random.random(leaf.shape) < 0.5)
+    raise CheckError(
+        f"Cannot draw {leaf.dtype}{list(leaf.shape)}: which integers are valid is not "
+        "known. Use parity.Integers(shape, high), an array, or a strategy."
+    )

@@ -1,0 +1,1 @@
+"""Lowered programs in canonical form, and what they cost."""

@@ -1,0 +1,1 @@
+"""A verdict, what decides it, and the formats it is written in."""
