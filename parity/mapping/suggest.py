@@ -256,7 +256,8 @@ class _Drawn:
             if not any(pattern.fullmatch(leaf.text) for pattern, _ in ONLY_IN_LINEN):
                 free = list(self.free_nnx.values())
                 shapes = [x.shape for x in free]
-                if shapes.count(leaf.shape) == 1:
+                shape = leaf.shape if leaf.shape in shapes else leaf.shape[::-1]
+                if shapes.count(shape) == 1:
                     self._take_one(leaf, free, "nothing else is left")
 
     def _add(
