@@ -160,6 +160,16 @@ def test_the_published_size_is_compared_leaf_by_leaf_without_weights(tmp_path):
     assert int(done.stdout.split()[-1]) * unit < 4 * 2**30
 
 
+def test_the_published_size_is_one_program_for_a_tpu(tmp_path):
+    file = tmp_path / "report.json"
+    command = "check qwen3-next-80b-a3b --tiers=program --platforms=tpu".split()
+    status, _ = main(*command, f"--json={file}")
+    assert status == 0
+    (tier,) = json.loads(file.read_text())["tiers"]
+    assert tier["leaves"] == 2  # forward, and loss with gradients
+    assert tier["elements"] > 1000
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help(command):
     for flag in ("--help", "-h"):
