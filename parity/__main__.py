@@ -5,6 +5,7 @@ Exit status 0: proved, or done; 1: not equal; 2: bad input; 3: a fault of our ow
 
 from __future__ import annotations
 
+import importlib.metadata
 import logging
 import sys
 import traceback
@@ -63,6 +64,9 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
     out = console or _console(sys.stdout)
     err = console or _console(sys.stderr)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    if list(argv) in (["--version"], ["-V"]):
+        out.print(f"parity {importlib.metadata.version('parity-zoo')}", highlight=False)
+        return 0
     if not argv or argv[0] in ("-h", "--help", "help"):
         out.print(_usage(), markup=False, highlight=False)
         return 0 if argv else 2
@@ -110,7 +114,9 @@ def _underscored(argument: str) -> str:
 
 
 def _console(stream: IO[str]) -> rich.console.Console:
-    return rich.console.Console(file=stream, width=None if stream.isatty() else WIDTH)
+    return rich.console.Console(
+        file=stream, emoji=False, width=None if stream.isatty() else WIDTH
+    )
 
 
 def _usage() -> str:
@@ -126,7 +132,10 @@ def _flag_help(values: flags.FlagValues) -> str:
     for name in sorted(values):
         flag = values[name]
         if name == flag.name:
-            lines.append(f"  --{name}: {flag.help} (default: {flag.default_as_str})")
+            shown = name.replace("_", "-")
+            default = flag.default_as_str
+            tail = "" if default is None else f" (default: {default})"
+            lines.append(f"  --{shown}: {flag.help}{tail}")
     return "\n".join(lines)
 
 

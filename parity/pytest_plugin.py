@@ -78,7 +78,13 @@ class _Session:
         name = item.nodeid if not made else f"{item.nodeid} ({len(made) + 1})"
         if self.fail_on is not None:
             options = {"fail_on": self.fail_on} | options
-        report = parity.check(**{"target": name} | options)
+        try:
+            report = parity.check(**{"target": name} | options)
+        except Exception as error:
+            made.append(_unchecked(name, error).to_json())
+            if isinstance(error, parity.CheckError | parity.RuleError):
+                pytest.fail(f"parity: {error}", pytrace=False)
+            raise
         if self.baseline is not None:
             report = baseline.apply(report, self.baseline, self.today)
         made.append(report.to_json())
@@ -173,6 +179,17 @@ def pytest_runtest_makereport(
         report.parity = reports  # type: ignore[attr-defined]
         item.stash[_REPORTS] = []
     return report
+
+
+def _unchecked(target: str, error: Exception) -> Report:
+    """The report of a pair that could not be checked: nothing in it is proved."""
+    from parity.reporting.report import Report, Tier
+    from parity.trees import Comparison, Difference
+
+    difference = Difference("(check)", type(error).__name__, str(error))
+    note = "the pair could not be checked"
+    tier = Tier("tree", Comparison(0, 0, (difference,)), note=note)
+    return Report(target, (tier,))
 
 
 def _of_marker(item: pytest.Item, marker: pytest.Mark) -> dict[str, Any]:

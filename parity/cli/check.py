@@ -8,7 +8,7 @@ pair of your own is named by what makes it: --linen a module, (module, variables
 function that gives one of these; --nnx a module, or a function that makes one and may
 take `rngs`; --inputs arrays, shapes, parity.Args, parity.Steps, a list of these, a
 Hypothesis strategy, or a function that gives one of these.
-Exit status 0: proved; 1: something differs; 2: bad input.
+Exit status 0: proved; 1: something differs; 2: bad input; 3: a fault of our own.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from parity.cli import UsageError, factories
 from parity.pairs import checking
 from parity.reporting import baseline, gate
 from parity.reporting.report import Report
+from parity.trees import Difference
 
 _PAIR = ("linen", "nnx", "inputs")  # needed for a pair of the user's
 _PAIR_ONLY = ("rules", "calls", "oracle", "methods", "finite")
@@ -120,10 +121,10 @@ def run(
     if options["fail_on"] is not None:
         gate.required(options["fail_on"])  # before anything is run
     accepted = options["baseline"] and baseline.read(options["baseline"])
-    if any(options[name] is not None for name in _PAIR):
-        report = _check_pair(arguments, options)
-    else:
-        report = _check_target(arguments, options)
+    is_pair = any(options[name] is not None for name in _PAIR)
+    with console.status("checking: tracing and compiling take most of the time"):
+        check = _check_pair if is_pair else _check_target
+        report = check(arguments, options)
     report = gate.apply(report, options["fail_on"])
     if accepted:
         report = baseline.apply(report, accepted, datetime.date.today())
@@ -132,8 +133,14 @@ def run(
         if options[name]:
             text = getattr(report, f"to_{name}")()
             pathlib.Path(options[name]).write_text(text, encoding="utf-8")
+    if is_pair and any(d.what == "missing" for d in _of_tree(report)):
+        console.print("`parity suggest` drafts rules for leaves with other names.")
     console.print(report.verdict, style="bold")
     return 0 if report.ok else 1
+
+
+def _of_tree(report: Report) -> tuple[Difference, ...]:
+    return tuple(d for t in report.tiers if t.name == "tree" for d in t.differences)
 
 
 def _check_target(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:

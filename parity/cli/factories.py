@@ -56,7 +56,10 @@ def make(flag: str, spec: str) -> Any:
     Raises:
       UsageError: as `load`, or calling it raises.
     """
-    return _called(flag, spec, load(flag, spec))
+    found = load(flag, spec)
+    # Modules of Flax are called by the check, which knows how.
+    is_module = isinstance(found, type) and issubclass(found, nn.Module | nnx.Module)
+    return found if is_module else _called(flag, spec, found)
 
 
 def _called(flag: str, spec: str, found: Any) -> Any:

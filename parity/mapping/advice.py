@@ -54,7 +54,7 @@ def only_in(side: str, leaf: Leaf, others: Sequence[Leaf], went: str = "") -> st
         if side == "linen" and pattern.fullmatch(leaf.text):
             text += f"Known: {why}. "
     other = "nnx" if side == "linen" else "linen"
-    ignore = f"[[ignore]] {side} = {quoted(escaped(leaf.text))}, reason = '...'"
+    ignore = f"[[ignore]] with {side} = {quoted(escaped(leaf.text))} and a reason"
     if not others:
         return f"{text}Nothing in {other} is near it. To leave it out: {ignore}"
     pair = (leaf, others[0]) if side == "linen" else (others[0], leaf)

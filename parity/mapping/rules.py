@@ -123,12 +123,11 @@ class Rules:
 
         Raises:
           RuleError: names the file, the rule and what is wrong with it.
-          OSError: the file cannot be read.
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise RuleError(f"{path} is no text in UTF-8: {error}") from error
+        except (OSError, UnicodeDecodeError) as error:
+            raise RuleError(f"The rule file {path} cannot be read: {error}") from error
         return cls.parse(text, str(path))
 
     @classmethod
@@ -184,8 +183,8 @@ class Rules:
 
 
 def rule_line(linen: str, nnx: str) -> str:
-    """The lines of a rule that maps one leaf, to be put into an error."""
-    return f"[[rule]] linen = {quoted(escaped(linen))}, nnx = {quoted(nnx)}"
+    """A rule that maps one leaf, as an error tells it on one line."""
+    return f"[[rule]] with linen = {quoted(escaped(linen))} and nnx = {quoted(nnx)}"
 
 
 def escaped(text: str) -> str:

@@ -125,6 +125,12 @@ def make_calls(
         ]
     else:
         calls = list(call)
+        odd = next((c for c in calls if not isinstance(c, Call)), None)
+        if odd is not None:
+            raise CheckError(
+                "Calls must be parity.Call, a list of them, or a dict of keywords for "
+                f"both. Got {type(odd).__name__} in a list: {odd!r}."
+            )
     if methods is not None and (isinstance(call, Call) or _is_calls(call)):
         raise CheckError("Give either calls or methods: a call names its method.")
     calls = [

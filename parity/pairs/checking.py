@@ -449,7 +449,11 @@ def _compare_requests(subject: _Subject) -> Comparison:
     if linen == nnx:
         return Comparison()
     path = f"{subject.prefix}(random keys)"
-    return Comparison(0, 0, (Difference(path, "count", f"linen {linen}, nnx {nnx}"),))
+    detail = (
+        f"linen asks for {linen}, nnx for {nnx}: is dropout on in one of them only? "
+        'Call(linen={…}, mode="eval") says how each is called'
+    )
+    return Comparison(0, 0, (Difference(path, "count", detail),))
 
 
 def _changed_parameters(pair: _Pair, subject: _Subject, steps: Steps) -> Comparison:
@@ -484,8 +488,15 @@ def _repeats(pair: _Pair, subject: _Subject, steps: Steps) -> bool:
 def _merged(compared: Comparison) -> Comparison:
     """Of several examples that differ in one path, the first is told."""
     first = {d.path: d for d in reversed(compared.differences)}
-    ordered = sorted(first.values(), key=lambda d: compared.differences.index(d))
+    ordered = sorted(reversed(first.values()), key=_rank)
     return dataclasses.replace(compared, differences=tuple(ordered))
+
+
+def _rank(difference: Difference) -> int:
+    """What comes first in a model is told first: a gradient only follows."""
+    order = ("outputs", "state", "loss", "input_gradient", "gradient")
+    parts = difference.path.split("/")
+    return next((order.index(part) for part in parts if part in order), -1)
 
 
 def _frontends(

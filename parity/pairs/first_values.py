@@ -34,10 +34,10 @@ def check_first_values(linen: Mapping[str, Any], nnx: Mapping[str, Any]) -> Tier
         (path, other_distribution(values[0][path], values[1][path])) for path in common
     ]
     odd = tuple(Difference(path, "distribution", text) for path, text in found if text)
-    unequal = len(bytes_equal.differences)
-    summary = Difference(
-        "(first values)", "value", f"{unequal} of {len(common)} leaves have other bytes"
-    )
+    unequal = [difference.path for difference in bytes_equal.differences]
+    named = ", ".join(unequal[:3]) + (", …" if len(unequal) > 3 else "")
+    text = f"{len(unequal)} of {len(common)} leaves have other bytes: {named}"
+    summary = Difference("(first values)", "value", text)
     if odd:
         note = f"other bytes and, in {len(odd)} leaves, another distribution"
     else:

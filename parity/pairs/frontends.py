@@ -167,10 +167,12 @@ def make_linen(
                 "Variables came twice: with the Linen module and as `variables`."
             )
         variables = own
+    if isinstance(linen, type) and issubclass(linen, nn.Module):
+        linen = linen()
     if not isinstance(linen, nn.Module):
         raise CheckError(
-            "The Linen side must be a flax.linen.Module or (module, variables). "
-            f"Got {_describe(linen)}."
+            "The Linen side must be a flax.linen.Module, such a class, or "
+            f"(module, variables). Got {_describe(linen)}{_swapped(linen, nnx.Module)}."
         )
     if variables is None:
         variables = _initialise(linen, call, args, seed)
@@ -188,12 +190,13 @@ def make_nnx(module: Any, seed: int) -> NNXSide:
     if isinstance(module, tuple) and len(module) == 2:
         module, state = module
         nnx.update(module, state)
-    if callable(module) and not isinstance(module, nnx.Module | nn.Module):
+    linen = isinstance(module, type) and issubclass(module, nn.Module)
+    if callable(module) and not isinstance(module, nnx.Module | nn.Module) | linen:
         module = _build(module, seed)
     if not isinstance(module, nnx.Module):
         raise CheckError(
             "The NNX side must be a flax.nnx.Module or a function that makes one. "
-            f"Got {_describe(module)}."
+            f"Got {_describe(module)}{_swapped(module, nn.Module)}."
         )
     return NNXSide(module)
 
@@ -385,6 +388,12 @@ def _takes_rngs(make: Any) -> bool:
     # A class of NNX has a metaclass that hides what its constructor takes.
     takes = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
     return "rngs" in inspect.signature(takes).parameters
+
+
+def _swapped(value: Any, other: type) -> str:
+    """What to add where a side got what belongs to the other."""
+    kind = value if isinstance(value, type) else type(value)
+    return "; are the two sides swapped?" if issubclass(kind, other) else ""
 
 
 def _describe(value: Any) -> str:

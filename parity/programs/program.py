@@ -4,7 +4,8 @@ A StableHLO module is read with JAX's own MLIR bindings and listed anew. What ca
 meaning is gone: names of functions and meshes, locations, the order of independent
 statements, which helper functions were shared, dead code (carries of loops included),
 how often a constant is written down, the order of arguments and results (they go by
-path) and of what loops carry. All else is kept: operations, the order of operands,
+path) and of what loops carry, and whether axes of size one are added by a broadcast or
+a reshape. All else is kept: operations, the order of operands,
 every attribute and type, constants to the last bit, shardings, layouts and donation of
 arguments, unused arguments, and how often a value is computed. So two programs of one
 digest are equal for all inputs; two of different digests may be, too.

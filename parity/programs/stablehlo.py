@@ -6,6 +6,7 @@ called. `parity.programs.program` says what the canonical form keeps.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ _ALIAS = "tf.aliasing_output"
 # Hints to the compiler; those of a call hold for all that the function does.
 _HINTS = "mhlo.frontend_attributes"
 _CONSTANT = "stablehlo.constant"
+_DIMENSIONS = "broadcast_dimensions"
 _UNSAID = {"jax.result_info", "jax.arg_info"}
 _FUNCTION = {"sym_name", "sym_visibility", "function_type", "arg_attrs", "res_attrs"}
 _PURE_DIALECTS = {"stablehlo", "chlo", "mhlo"}
@@ -210,9 +212,12 @@ class _Reader:
         op = view.operation
         results = tuple(op.results)
         call = op.name == "func.call"
+        name, unread = op.name, {_HINTS, "callee"} if call else {_HINTS}
+        if _adds_axes_only(op):
+            name, unread = "stablehlo.reshape", unread | {_DIMENSIONS}
         return _Statement(
-            op.name,
-            self._attributes(op, {_HINTS, "callee"} if call else {_HINTS}),
+            name,
+            self._attributes(op, unread),
             self._hints(op),
             tuple(op.operands),
             results,
@@ -402,6 +407,21 @@ def _annotated(
     if not text:
         return value
     return Node(what, text, (value,), (value.type,), scope, places).place(False)[0]
+
+
+def _adds_axes_only(op: ir.Operation) -> bool:
+    """Whether a broadcast repeats nothing: then it is a reshape by another name."""
+    if op.name != "stablehlo.broadcast_in_dim":
+        return False
+    before, after = (ir.RankedTensorType(x.type) for x in (op.operands[0], op.result))
+    dimensions = list(ir.DenseI64ArrayAttr(op.attributes[_DIMENSIONS]))
+    shape = dict(enumerate(after.shape))
+    return (
+        before.has_static_shape
+        and math.prod(before.shape) == math.prod(after.shape) > 0
+        and dimensions == sorted(set(dimensions))
+        and [shape.get(axis) for axis in dimensions] == before.shape
+    )
 
 
 def _has_effect(op: ir.Operation) -> bool:

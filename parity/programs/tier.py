@@ -12,6 +12,7 @@ from parity.programs import program
 from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference
 
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 NOTE = "canonical StableHLO of forward, and of loss with gradients"
 
 # What each frontend computes: the same arguments, results of the same paths.
@@ -28,8 +29,12 @@ def check_programs(
     Args:
       functions: by the path they have in reports.
       given: arguments of each, arrays or abstract.
-      platforms: to lower for, such as "cpu" and "tpu"; None: this machine's.
+      platforms: to lower for, of `PLATFORMS`; None: this machine's.
+
+    Raises:
+      ProgramError: a platform is unknown.
     """
+    _check_platforms(platforms)
     compared, details = Comparison(), []
     for (path, pair), platform in itertools.product(functions.items(), platforms):
         where = path if platform is None else f"{path} on {platform}"
@@ -39,6 +44,15 @@ def check_programs(
         compared += Comparison(1, len(left.operations), found)
         details += [f"{where}: {line}" for line in lines[1:]]
     return Tier("program", compared, note=NOTE, details=tuple(details))
+
+
+def _check_platforms(platforms: Sequence[str | None]) -> None:
+    unknown = [name for name in platforms if name not in (None, *PLATFORMS)]
+    if unknown or not platforms:
+        raise program.ProgramError(
+            f"Platforms to lower for must be some of {', '.join(PLATFORMS)}. "
+            f"Got {', '.join(map(str, unknown)) or 'none'}."
+        )
 
 
 def abstract(tree: Any) -> Any:

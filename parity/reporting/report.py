@@ -265,7 +265,7 @@ class Report:
     def to_text(self) -> str:
         """The report as it is printed, for messages and logs."""
         text = io.StringIO()
-        self.print(rich.console.Console(file=text, width=TEXT_WIDTH))
+        self.print(rich.console.Console(file=text, emoji=False, width=TEXT_WIDTH))
         return text.getvalue()
 
     def to_markdown(self) -> str:
@@ -322,12 +322,18 @@ class Report:
         ]
 
     def lines(self) -> Iterator[str]:
-        """What to say below the table."""
+        """What to say below the table.
+
+        How programs differ is of interest where the verdict is not "proved".
+        """
         for tier in self.tiers:
-            for text in (*tier.differences[:SHOWN], *tier.details):
+            quiet = self.ok and tier.name == "program"
+            details = () if quiet else tier.details
+            for text in (*tier.differences[:SHOWN], *details):
                 yield f"{tier.name}: {printable(str(text))}"
             if len(tier.differences) > SHOWN:
-                yield f"{tier.name}: and {len(tier.differences) - SHOWN} more"
+                more = len(tier.differences) - SHOWN
+                yield f"{tier.name}: and {more} more, which JSON and Markdown hold"
         for accepted in self.accepted[:SHOWN]:
             yield printable(str(accepted))
         if len(self.accepted) > SHOWN:

@@ -28,6 +28,8 @@ import parity
 @pytest.fixture(autouse=True)
 def stub(monkeypatch):
     def check(linen, nnx, inputs, *, fail_on=(), target="pair"):
+        if linen is None:
+            raise parity.CheckError("no module")
         from parity.reporting import gate
         tree, bits = (
             parity.compare_bytes({"a": np.float32(x)}, {"a": np.float32(y)})
@@ -50,6 +52,9 @@ def test_equal(parity):
 
 def test_near(parity):
     parity(1, 1.0000001, None)
+
+def test_unchecked(parity):
+    parity(None, 1, None)
 
 @pytest.mark.parity(linen=lambda: 1, nnx=1, inputs=lambda: None)
 def test_marked():
@@ -93,8 +98,9 @@ def entry(**changes):
 
 def test_a_sample_project_fails_and_passes_as_it_should(project):
     result = run(project)
-    result.assert_outcomes(passed=3, failed=3)
+    result.assert_outcomes(passed=3, failed=4)
     out = result.stdout.str()
+    assert "parity: no module" in out
     # Reports, not tracebacks.
     assert "bits: a: value: 1 of 1 entries" in out
     assert "the body is not reached" not in out
@@ -108,11 +114,11 @@ def test_reports_are_written_with_workers_and_without(workers, project):
     files = [project.path / name for name in ("parity.xml", "parity.json")]
     options = [f"--parity-junit={files[0]}", f"--parity-json={files[1]}"]
     result = run(project, *options, f"-n{workers}", "--junit-xml=own.xml")
-    result.assert_outcomes(passed=3, failed=3)
+    result.assert_outcomes(passed=3, failed=4)
 
     XML_SCHEMA.validate(files[0].read_text())
     suites = junitparser.JUnitXml.fromfile(str(files[0]))
-    unequal = ("test_near", "test_marked_unequal")
+    unequal = ("test_near", "test_unchecked", "test_marked_unequal")
     assert {suite.name: suite.failures for suite in suites} == {
         "parity.second": 0,
         **{
@@ -128,12 +134,12 @@ def test_reports_are_written_with_workers_and_without(workers, project):
     data = json.loads(files[1].read_text())
     jsonschema.validate(data, JSON_SCHEMA)
     assert data["ok"] is False
-    assert len(data["reports"]) == 6
+    assert len(data["reports"]) == 7
 
 
 def test_tiers_to_fail_on(project):
     out = run(project, "--parity-fail-on=tolerance")
-    out.assert_outcomes(passed=4, failed=2)  # two bodies raise
+    out.assert_outcomes(passed=4, failed=3)  # two bodies raise, one pair is none
     result = run(project, "--parity-fail-on=bits,speed")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert "speed" in result.stderr.str()
@@ -143,7 +149,7 @@ def test_a_baseline(project):
     file = project.path / "accepted.toml"
     options = f"--parity-baseline={file}", "-k", "near or equal and not unequal"
     file.write_text(entry())
-    run(project, *options).assert_outcomes(passed=2, deselected=4)
+    run(project, *options).assert_outcomes(passed=2, deselected=5)
 
     for wrong, word in (
         ({"path": "'b'"}, "stale"),
@@ -151,7 +157,7 @@ def test_a_baseline(project):
     ):
         file.write_text(entry(**wrong))
         result = run(project, *options)
-        result.assert_outcomes(passed=1, failed=1, deselected=4)
+        result.assert_outcomes(passed=1, failed=1, deselected=5)
         assert word in result.stdout.str()
 
     for wrong, word in (({"reason": None}, "reason"), ({"target": None}, "target")):

@@ -632,7 +632,7 @@ def test_a_renamed_leaf_is_named_on_both_sides_with_the_rule_to_write():
     detail = found.differences[0].detail
     assert "only in linen, (3, 4) float32" in detail
     assert "params/encoder/kernel (3, 4) float32" in detail
-    assert "linen = 'params/enc/kernel', nnx = 'params/encoder/kernel'" in detail
+    assert "linen = 'params/enc/kernel' and nnx = 'params/encoder/kernel'" in detail
     assert not found.usable
 
 

@@ -54,6 +54,20 @@ def test_helpers_may_be_shared_or_written_out():
     assert digest(plain, F44) == digest(nested, F44) == digest(jax.jit(plain), F44)
 
 
+def test_an_axis_of_size_one_may_be_added_by_broadcast_or_reshape():
+    def by_broadcast(x, y):
+        return y * jax.lax.broadcast_in_dim(x, (1, 4), (1,))
+
+    def by_reshape(x, y):
+        return y * x.reshape(1, 4)
+
+    def repeated(x, y):
+        return y * jax.lax.broadcast_in_dim(x, (4, 4), (1,))
+
+    assert digest(by_broadcast, F4, F44) == digest(by_reshape, F4, F44)
+    assert digest(repeated, F4, F44) != digest(by_reshape, F4, F44)
+
+
 def test_helpers_in_the_bodies_of_loops_and_branches():
     def steps(helper):
         def body(c, x):
