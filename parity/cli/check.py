@@ -182,7 +182,7 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
         rules=options["rules"],
         call=options["calls"] and factories.make("calls", options["calls"]),
         methods=options["methods"],
-        tiers=options["tiers"] or checking.TIERS,
+        tiers=options["tiers"] or gate.TIERS,
         seed=options["seed"],
         examples=options["examples"],
         oracle=options["oracle"] and factories.make("oracle", options["oracle"]),

@@ -22,7 +22,8 @@ from hypothesis import strategies as st
 
 import parity
 from parity import Args, Call, CheckError, Integers, Oracle, Steps
-from parity.pairs import checking, frontends
+from parity.pairs import frontends
+from parity.reporting import gate
 
 BITS = ("tree", "bits")
 ROUNDED = ("tree", "bits", "tolerance")
@@ -76,7 +77,7 @@ def test_one_function_on_both_sides_is_proved_by_every_tier():
     report = check(
         scaled,
         scaled,
-        tiers=checking.TIERS,
+        tiers=gate.TIERS,
         oracle=Oracle(lambda values, x: values["params/scale"] * x),
     )
     assert report.ok

@@ -1,0 +1,236 @@
+"""The tiers of a pair, one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from parity.pairs import calls, first_values, frontends, reference, tolerance
+from parity.pairs.frontends import Functions
+from parity.pairs.pair import Pair, Run, Steps, Subject, first_args
+from parity.pairs.search import search
+from parity.programs import tier as program_tier
+from parity.reporting import gate
+from parity.reporting.report import Tier
+from parity.trees import Comparison, Difference, compare_bytes
+
+STRATEGY_EXAMPLES = 20  # drawn by Hypothesis; shapes are drawn twice
+
+
+def run_tiers(
+    pair: Pair, tiers: Sequence[str], oracle: reference.Oracle | None
+) -> Iterator[Tier]:
+    """The tiers asked for, in order; tolerance only where bits differ by value."""
+    if "tree" in tiers:
+        yield _tree_tier(pair)
+    wanted = [tier for tier in gate.TIERS if tier in tiers and tier != "tree"]
+    if not pair.trees.usable:
+        yield from _skipped(wanted, "the values of one tree do not fit into the other")
+        return
+    if pair.abstract:
+        yield from (_program_tier(pair) for tier in wanted if tier == "program")
+        rest = [tier for tier in wanted if tier != "program"]
+        yield from _skipped(rest, "there are shapes only, no values")
+        return
+    if "init" in wanted:
+        theirs = pair.trees.to_linen(pair.nnx.values)
+        yield first_values.check_first_values(pair.linen.values, theirs)
+    if "program" in wanted:
+        yield _program_tier(pair)
+    differing: list[tolerance.Case] = []
+    if "bits" in wanted or "tolerance" in wanted:
+        bits, differing = _bits_tier(pair)
+        yield from (bits for tier in wanted if tier == "bits")
+    if "tolerance" in wanted and differing:
+        yield tolerance.check_tolerance(differing, pair.linen.values, pair.seed)
+    if "oracle" in wanted and oracle is not None:
+        yield reference.check_oracle(pair, oracle)
+
+
+def _tree_tier(pair: Pair) -> Tier:
+    note = "paths, shapes, dtypes, axis names, collections"
+    details = pair.trees.describe()
+    return Tier("tree", pair.trees.comparison, note=note, details=details)
+
+
+def _skipped(tiers: Iterable[str], why: str) -> Iterator[Tier]:
+    for name in tiers:
+        if name not in ("tolerance", "oracle"):
+            yield Tier(name, Comparison(), note=why, status="skipped")
+
+
+def _program_tier(pair: Pair) -> Tier:
+    tiers = [_programs_of(pair, subject) for subject in pair.subjects]
+    compared = sum((tier.compared for tier in tiers), Comparison())
+    details = tuple(line for tier in tiers for line in tier.details)
+    return Tier("program", compared, note=program_tier.NOTE, details=details)
+
+
+def _programs_of(pair: Pair, subject: Subject) -> Tier:
+    kinds = ("forward", "gradient")[: 1 + subject.call.gradient]
+    functions = {
+        subject.prefix + kind: tuple(getattr(f, kind) for f in subject.functions)
+        for kind in kinds
+    }
+    args = first_args(subject.call, pair.nnx, pair.seed)
+    values, key = pair.linen.values, jax.random.key(pair.seed)
+    tier = program_tier.check_programs(functions, (values, args, key), pair.platforms)
+    if tier.status == "proved" or pair.abstract:
+        return tier
+    used = [
+        (kind, *(run.temporary_bytes(kind, values, args) for run in subject.runs))
+        for kind in kinds
+    ]
+    lines = tuple(
+        f"{subject.prefix}{kind}: temporary bytes: linen {linen}, nnx {nnx}"
+        for kind, linen, nnx in used
+    )
+    return dataclasses.replace(tier, details=tier.details + lines)
+
+
+def _bits_tier(pair: Pair) -> tuple[Tier, list[tolerance.Case]]:
+    """The tier, and the examples for the tolerance tier: those that differ by value."""
+    total, count, deterministic = Comparison(), 0, True
+    differing: list[tolerance.Case] = []
+    details: list[str] = []
+    for subject in pair.subjects:
+        found = list(_compared(pair, subject, details))
+        total += _compare_requests(subject)
+        total += sum((compared for _, compared in found), Comparison())
+        total += _changed_parameters(pair, subject, found[-1][0])
+        count += sum(compared.leaves > 0 for _, compared in found)
+        deterministic &= _repeats(pair, subject, found[-1][0])
+        differing += [
+            tolerance.Case(subject.prefix, _frontends(pair, subject), steps)
+            for steps, compared in found
+            if compared.differences
+        ]
+    if any(difference.what != "value" for difference in total.differences):
+        differing = []  # no rounding gives another shape
+    note = f"{_names(pair)}: outputs, state, loss, every gradient under jit, to the bit"
+    tier = Tier(
+        "bits",
+        _merged(total),
+        count,
+        note,
+        details=tuple(details),
+        deterministic=deterministic,
+    )
+    return tier, differing
+
+
+def _compared(
+    pair: Pair, subject: Subject, details: list[str]
+) -> Iterator[tuple[Steps, Comparison]]:
+    """Examples with what differs; of drawn ones that differ, only the smallest."""
+    if not calls.is_strategy(subject.call.inputs):
+        for steps in pair.inputs(subject):
+            yield steps, _compare(pair, subject, steps)
+        return
+    found: list[tuple[Steps, Comparison]] = []
+
+    def compare(example: Any) -> Comparison:
+        steps = calls.as_arrays(example)
+        found.append((steps, _compare(pair, subject, steps)))
+        return found[-1][1]
+
+    count = pair.examples or STRATEGY_EXAMPLES
+    smallest = search(
+        subject.call.inputs, compare, seed=pair.seed, count=count
+    ).smallest
+    if smallest is None:
+        yield from found
+        return
+    shown = f"{subject.prefix}smallest example that differs: {smallest!r}"
+    details.append(" ".join(shown.split()))
+    details += [f"again: {pair.replay}"] if pair.replay else []
+    steps = calls.as_arrays(smallest)
+    yield steps, _compare(pair, subject, steps)
+
+
+def _compare(pair: Pair, subject: Subject, steps: Steps) -> Comparison:
+    results = [run(pair.linen.values, steps) for run in subject.runs]
+    compared = compare_bytes(*results, finite=pair.finite)
+    named = tuple(
+        d._replace(path=subject.prefix + d.path) for d in compared.differences
+    )
+    return dataclasses.replace(compared, differences=named)
+
+
+def _compare_requests(subject: Subject) -> Comparison:
+    """Whether both ask for random keys equally often; else masks cannot be the same."""
+    linen, nnx = (outcome.requests for outcome in subject.outcomes)
+    if linen == nnx:
+        return Comparison()
+    path = f"{subject.prefix}(random keys)"
+    detail = (
+        f"linen asks for {linen}, nnx for {nnx}: is dropout on in one of them only? "
+        'Call(linen={…}, mode="eval") says how each is called'
+    )
+    return Comparison(0, 0, (Difference(path, "count", detail),))
+
+
+def _changed_parameters(pair: Pair, subject: Subject, steps: Steps) -> Comparison:
+    """Parameters that a call of the NNX module changes, which Linen's cannot."""
+    if not subject.outcomes[1].touched & frontends.nnx_parameters(pair.trees):
+        return Comparison()
+    key = jax.random.key(pair.seed)
+    run = jax.jit(subject.functions[1].parameters)
+    after = frontends.as_numpy(run(pair.linen.values, steps[0], key))
+    before = frontends.as_numpy({k: pair.linen.values[k] for k in after})
+    changed = tuple(
+        Difference(
+            f"{subject.prefix}state/{d.path}",
+            "changed",
+            f"nnx changes this parameter while it is called: {d.detail}",
+        )
+        for d in compare_bytes(before, after).differences
+    )
+    return Comparison(0, 0, changed)
+
+
+def _repeats(pair: Pair, subject: Subject, steps: Steps) -> bool:
+    """Whether each frontend gives the same bytes again."""
+    return all(
+        not compare_bytes(
+            run(pair.linen.values, steps), run(pair.linen.values, steps)
+        ).differences
+        for run in subject.runs
+    )
+
+
+def _merged(compared: Comparison) -> Comparison:
+    """Of several examples that differ in one path, the first is told."""
+    first = {d.path: d for d in reversed(compared.differences)}
+    ordered = sorted(reversed(first.values()), key=_rank)
+    return dataclasses.replace(compared, differences=tuple(ordered))
+
+
+def _rank(difference: Difference) -> int:
+    """What comes first in a model is told first: a gradient only follows."""
+    order = ("outputs", "state", "loss", "input_gradient", "gradient")
+    parts = difference.path.split("/")
+    return next((order.index(part) for part in parts if part in order), -1)
+
+
+def _frontends(
+    pair: Pair, subject: Subject
+) -> tuple[tolerance.Frontend, tolerance.Frontend]:
+    key = jax.random.key(pair.seed)
+
+    def frontend(run: Run, functions: Functions) -> tolerance.Frontend:
+        def coarsest(values: Mapping[str, Any], steps: Steps) -> float:
+            return tolerance.coarsest_eps(functions.forward, values, steps[0], key)
+
+        return tolerance.Frontend(run, coarsest)
+
+    left, right = map(frontend, subject.runs, subject.functions)
+    return left, right
+
+
+def _names(pair: Pair) -> str:
+    names = [subject.call.name for subject in pair.subjects]
+    return "one call" if len(names) == 1 else ", ".join(names)
