@@ -186,7 +186,7 @@ def check_program(pair: Pair, platforms: Sequence[str | None] = (None,)) -> Tier
     shape = jax.ShapeDtypeStruct((2, 17), jnp.int32)
     given = program_tier.abstract(pair.params), Example(shape, shape, shape)
     with jax.default_matmul_precision("highest"):
-        return program_tier.check_programs(functions, given, platforms)
+        return program_tier.check_programs(functions, [given], platforms)
 
 
 def _forward(apply: Apply) -> Callable[[Mapping[str, Any], Example], Any]:

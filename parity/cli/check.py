@@ -115,12 +115,12 @@ def run(
     arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
     """Checks one target or one pair."""
-    for name in _REPORTS:
-        if options[name] and not pathlib.Path(options[name]).parent.is_dir():
-            raise UsageError(f"--{name}={options[name]}: there is no such folder.")
+    _check_files(options)
     if options["fail_on"] is not None:
         gate.required(options["fail_on"])  # before anything is run
-    accepted = options["baseline"] and baseline.read(options["baseline"])
+    accepted = None
+    if options["baseline"] is not None:
+        accepted = baseline.read(options["baseline"])
     is_pair = any(options[name] is not None for name in _PAIR)
     with console.status("checking: tracing and compiling take most of the time"):
         check = _check_pair if is_pair else _check_target
@@ -137,6 +137,20 @@ def run(
         console.print("`parity suggest` drafts rules for leaves with other names.")
     console.print(report.verdict, style="bold")
     return 0 if report.ok else 1
+
+
+def _check_files(options: Mapping[str, Any]) -> None:
+    """What cannot be written is said before anything is run."""
+    for name in _REPORTS:
+        if options[name] is None:
+            continue
+        path = pathlib.Path(options[name])
+        if not options[name] or path.is_dir():
+            raise UsageError(f"--{name}={options[name]}: that is no name of a file.")
+        if not path.parent.is_dir():
+            raise UsageError(f"--{name}={options[name]}: there is no such folder.")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"--{name}={options[name]} cannot be written.")
 
 
 def _of_tree(report: Report) -> tuple[Difference, ...]:
@@ -182,7 +196,7 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
         rules=options["rules"],
         call=options["calls"] and factories.make("calls", options["calls"]),
         methods=options["methods"],
-        tiers=options["tiers"] or gate.TIERS,
+        tiers=gate.TIERS if options["tiers"] is None else options["tiers"],
         seed=options["seed"],
         examples=options["examples"],
         oracle=options["oracle"] and factories.make("oracle", options["oracle"]),

@@ -9,7 +9,7 @@ Where an array may stand there may also be a `jax.ShapeDtypeStruct`, to be drawn
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from parity.pairs.search import draw
 
+_CALLS = "Calls must be parity.Call, a list of them, or a dict of keywords for both."
 Mode = Literal["train", "eval"]
 
 
@@ -39,11 +40,20 @@ class Args:
         return f"Args({', '.join(parts)})"
 
 
-jax.tree_util.register_pytree_node(
-    Args,
-    lambda args: ((args.positional, args.keywords), None),
-    lambda _, children: Args(*children[0], **children[1]),
-)
+def _flatten(args: Args) -> tuple[list[tuple[Any, Any]], Any]:
+    keys = jax.tree_util.SequenceKey, jax.tree_util.DictKey
+    entries = [(keys[0](i), x) for i, x in enumerate(args.positional)]
+    entries += [(keys[1](name), x) for name, x in args.keywords.items()]
+    return entries, (len(args.positional), tuple(args.keywords))
+
+
+def _unflatten(shape: Any, leaves: Iterable[Any]) -> Args:
+    (count, names), children = shape, list(leaves)
+    keywords = dict(zip(names, children[count:], strict=True))
+    return Args(*children[:count], **keywords)
+
+
+jax.tree_util.register_pytree_with_keys(Args, _flatten, _unflatten)
 
 
 class Steps(tuple[Any, ...]):
@@ -51,6 +61,11 @@ class Steps(tuple[Any, ...]):
 
     `Steps([first, second])`; each item has one of the forms of an example.
     """
+
+    def __init__(self, steps: Any):
+        """Checks that there are some."""
+        if not self:
+            raise CheckError("Steps needs at least one call. Got none.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +76,14 @@ class Integers:
     high: int
     low: int = 0
     dtype: Any = np.int32
+
+    def __post_init__(self) -> None:
+        """Checks that there is something to draw from."""
+        if self.low >= self.high:
+            raise CheckError(
+                f"Integers draws from low to high - 1, but low is {self.low} and high "
+                f"is {self.high}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +130,8 @@ def make_calls(
     Raises:
       CheckError: no calls, two of one name, or one without inputs.
     """
+    if isinstance(methods, str):
+        methods = (methods,)
     if isinstance(call, Call):
         calls: list[Call] = [call]
     elif call is None or isinstance(call, Mapping):
@@ -123,14 +148,13 @@ def make_calls(
             )
             for name in names
         ]
+    elif not isinstance(call, Sequence):
+        raise CheckError(f"{_CALLS} Got {type(call).__name__}: {call!r}.")
     else:
         calls = list(call)
         odd = next((c for c in calls if not isinstance(c, Call)), None)
         if odd is not None:
-            raise CheckError(
-                "Calls must be parity.Call, a list of them, or a dict of keywords for "
-                f"both. Got {type(odd).__name__} in a list: {odd!r}."
-            )
+            raise CheckError(f"{_CALLS} Got {type(odd).__name__} in a list: {odd!r}.")
     if methods is not None and (isinstance(call, Call) or _is_calls(call)):
         raise CheckError("Give either calls or methods: a call names its method.")
     calls = [
@@ -156,6 +180,13 @@ def _check(calls: Sequence[Call]) -> None:
         raise CheckError(
             f"No inputs for {', '.join(lacking)}: give `inputs`, or Call(inputs=…)."
         )
+    empty = [call.name for call in calls if _is_empty(call.inputs)]
+    if empty:
+        raise CheckError(f"The list of inputs for {', '.join(empty)} is empty.")
+
+
+def _is_empty(inputs: Any) -> bool:
+    return isinstance(inputs, list) and not inputs
 
 
 def is_strategy(inputs: Any) -> bool:
@@ -197,14 +228,16 @@ def steps(example: Any) -> tuple[Args, ...]:
     return (_as_args(example),)
 
 
-def abstract(inputs: Any) -> Args:
-    """Shapes and dtypes of the first step of the first example."""
+def abstract(inputs: Any) -> list[Args]:
+    """Shapes and dtypes of every step of every example; of a strategy, of the first."""
     if is_strategy(inputs):
-        inputs = first_example(inputs)[0]
-    entry = inputs[0] if isinstance(inputs, list) else inputs
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), steps(entry)[0]
-    )
+        inputs = Steps(first_example(inputs))
+    entries = inputs if isinstance(inputs, list) else [inputs]
+    return [
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step)
+        for entry in entries
+        for step in steps(entry)
+    ]
 
 
 def _as_args(example: Any) -> Args:
@@ -231,10 +264,16 @@ def _draw_leaf(leaf: Any, random: np.random.Generator) -> Any:
     if isinstance(leaf, Integers):
         values = random.integers(leaf.low, leaf.high, leaf.shape)
         return jnp.asarray(values.astype(leaf.dtype))
+    if isinstance(leaf, str | bytes):
+        raise CheckError(
+            f"Inputs are arrays. Got {leaf!r}: constants belong to the call, as in "
+            'Call(linen={"mode": "fast"}, nnx={"mode": "fast"}).'
+        )
     if not isinstance(leaf, jax.ShapeDtypeStruct):
         return jnp.asarray(leaf)
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-        return jax.random.key(int(random.integers(2**31)))
+        key = jax.random.key(int(random.integers(2**31)))
+        return jax.random.split(key, leaf.shape) if leaf.shape else key
     if jnp.issubdtype(leaf.dtype, jnp.inexact):
         return jnp.asarray(random.standard_normal(leaf.shape), leaf.dtype)
     if leaf.dtype == np.bool_:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from parity.pairs import frontends
+from parity.pairs import outputs
 from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference, compare_bytes
 
@@ -25,7 +25,7 @@ MANY = 256  # entries from which mean and spread are distributed normally (measu
 
 def check_first_values(linen: Mapping[str, Any], nnx: Mapping[str, Any]) -> Tier:
     """Compares first values by path: bytes, and the distribution where these differ."""
-    values = [frontends.as_numpy(tree) for tree in (linen, nnx)]
+    values = [outputs.as_numpy(tree) for tree in (linen, nnx)]
     bytes_equal = compare_bytes(*values)
     if bytes_equal.equal:
         return Tier("init", bytes_equal, note="first values, to the bit")

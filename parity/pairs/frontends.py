@@ -11,18 +11,16 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import flax
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import linen as nn
 from flax import nnx
 from jaxtyping import Array
 
-from parity.mapping.correspondence import Correspondence
+from parity.mapping.correspondence import Correspondence, Entry
 from parity.mapping.leaves import (
     Leaf,
     NNXLeaves,
@@ -34,7 +32,8 @@ from parity.mapping.leaves import (
     write_nnx,
 )
 from parity.pairs.calls import Args, Call, CheckError
-from parity.pairs.masks import shared_keys
+from parity.pairs.masks import set_keys, shared_keys, stream_names
+from parity.pairs.outputs import default_loss, flat, is_float, plain
 
 Values = Mapping[str, Array]
 Loss = Callable[[Any], Array]
@@ -51,6 +50,7 @@ class Outcome(NamedTuple):
       leaves: of the module afterwards.
       requests: how many random keys were asked for.
       touched: own paths of values that are not just those the call was given.
+      static: what else the call changed, in words; no compiled call keeps it.
     """
 
     outputs: Any
@@ -58,6 +58,7 @@ class Outcome(NamedTuple):
     leaves: Any
     requests: int
     touched: frozenset[str] = frozenset()
+    static: tuple[str, ...] = ()
 
 
 class Side(Protocol):
@@ -76,8 +77,14 @@ class LinenSide:
 
     name = "linen"
 
-    def __init__(self, module: nn.Module, variables: Mapping[str, Any]):
+    def __init__(
+        self,
+        module: nn.Module,
+        variables: Mapping[str, Any],
+        streams: Sequence[str] = ("dropout",),
+    ):
         self.module = module
+        self._streams = streams
         self._variables = {k: v for k, v in variables.items() if k != SOWN}
         self.leaves: tuple[Leaf, ...] = linen_leaves(self._variables)
         self.values = read_linen(self._variables)
@@ -88,14 +95,14 @@ class LinenSide:
             outputs, mutated = self.module.apply(
                 write_linen(self._variables, values),
                 *args.positional,
-                rngs={"dropout": key},
+                rngs=dict.fromkeys(self._streams, key),
                 mutable=flax.core.DenyList("params"),
                 method=call.methods[0],
                 **args.keywords,
                 **call.linen,
             )
         leaves = linen_leaves(mutated)
-        return Outcome(outputs, read_linen(mutated), leaves, len(requests))
+        return Outcome(plain(outputs), read_linen(mutated), leaves, len(requests))
 
 
 class NNXSide:
@@ -112,12 +119,17 @@ class NNXSide:
         self._graphdef, self._state = nnx.split(module)
         self.values = read_nnx(module)
         self.abstract = is_abstract(self.values)
+        self.streams = tuple({"dropout": None, **dict.fromkeys(stream_names(module))})
 
     def apply(self, values: Values, call: Call, args: Args, key: Array) -> Outcome:
         """Calls a copy of the module with `values` in place, by own path."""
+        # What a call makes for itself is not there yet.
+        values = {path: x for path, x in values.items() if path in self.values}
         model = nnx.merge(self._graphdef, write_nnx(self._state, values))
         if call.mode is not None:
             getattr(model, call.mode)()
+        set_keys(model, key)
+        before = _static(model)
         with shared_keys(key) as requests, warnings.catch_warnings():
             # What a module sows is read from it here, as Linen's is.
             warnings.filterwarnings("ignore", r"Using 'Module\.(sow|perturb)", Warning)
@@ -126,7 +138,14 @@ class NNXSide:
             )
         state = read_nnx(model)
         touched = frozenset(t for t, x in values.items() if state.get(t) is not x)
-        return Outcome(outputs, state, nnx_leaves(model), len(requests), touched)
+        return Outcome(
+            plain(outputs),
+            state,
+            nnx_leaves(model),
+            len(requests),
+            touched,
+            _changes(before, _static(model)),
+        )
 
 
 class Functions(NamedTuple):
@@ -137,12 +156,26 @@ class Functions(NamedTuple):
     Attributes:
       forward: outputs and state.
       gradient: loss, and its gradients by parameter and by input; None: not asked for.
-      parameters: after the call.
     """
 
     forward: Callable[..., dict[str, Any]]
     gradient: Callable[..., dict[str, Any]] | None
-    parameters: Callable[..., dict[str, Any]]
+
+
+class Naming(NamedTuple):
+    """How one side's values are called in Linen's naming.
+
+    Attributes:
+      to_own: values in Linen's naming and layout, in the side's own.
+      from_own: the inverse; what is ignored is left out.
+      params: own paths of what either side trains.
+      changing: own paths of parameters that NNX's calls change, which Linen's cannot.
+    """
+
+    to_own: Callable[[Values], dict[str, Any]]
+    from_own: Callable[[Values], dict[str, Any]]
+    params: frozenset[str]
+    changing: frozenset[str]
 
 
 def make_linen(
@@ -151,6 +184,7 @@ def make_linen(
     call: Call,
     args: Args,
     seed: int,
+    streams: Sequence[str] = ("dropout",),
 ) -> LinenSide:
     """The Linen side, from a module or a (module, variables) pair.
 
@@ -168,15 +202,15 @@ def make_linen(
             )
         variables = own
     if isinstance(linen, type) and issubclass(linen, nn.Module):
-        linen = linen()
+        linen = _made("linen", linen)
     if not isinstance(linen, nn.Module):
         raise CheckError(
             "The Linen side must be a flax.linen.Module, such a class, or "
             f"(module, variables). Got {_describe(linen)}{_swapped(linen, nnx.Module)}."
         )
     if variables is None:
-        variables = _initialise(linen, call, args, seed)
-    return LinenSide(linen, variables)
+        variables = _without_sown(_initialise(linen, call, args, seed))
+    return LinenSide(linen, variables, streams)
 
 
 def make_nnx(module: Any, seed: int) -> NNXSide:
@@ -189,6 +223,12 @@ def make_nnx(module: Any, seed: int) -> NNXSide:
     """
     if isinstance(module, tuple) and len(module) == 2:
         module, state = module
+        if not isinstance(module, nnx.Module):
+            raise CheckError(
+                "The NNX side must be a flax.nnx.Module, a function that makes one, or "
+                f"(module, state). Got a pair that begins with {_describe(module)}."
+            )
+        module = nnx.clone(module)
         nnx.update(module, state)
     linen = isinstance(module, type) and issubclass(module, nn.Module)
     if callable(module) and not isinstance(module, nnx.Module | nn.Module) | linen:
@@ -201,35 +241,52 @@ def make_nnx(module: Any, seed: int) -> NNXSide:
     return NNXSide(module)
 
 
-def linen_functions(
-    side: LinenSide, call: Call, loss: Loss, trees: Correspondence
-) -> Functions:
-    """The Linen side of `call`; its naming is the one that both use."""
+def namings(
+    trees: Correspondence, nnx: NNXLeaves, touched: frozenset[str]
+) -> tuple[Naming, Naming]:
+    """The namings of Linen's and of NNX's side.
+
+    Args:
+      trees: which leaf is which.
+      nnx: leaves of the NNX module.
+      touched: own paths of NNX's values that a call changes.
+    """
     left_out = set(trees.ignored.get("linen", ()))
 
     def compared(values: Values) -> dict[str, Any]:
         return {path: x for path, x in values.items() if path not in left_out}
 
-    params = {path for path in side.values if path.startswith("params/")}
-    return _functions(side, call, loss, dict, compared, params)
+    trained = [entry for entry in trees.entries if _is_trained(entry, nnx)]
+    changing = [entry for entry in trained if touched & set(entry.nnx)]
+    return (
+        Naming(
+            dict,
+            compared,
+            frozenset(path for entry in trained for path in entry.linen),
+            frozenset(path for entry in changing for path in entry.linen),
+        ),
+        Naming(
+            trees.to_nnx,
+            trees.to_linen,
+            frozenset(path for entry in trained for path in entry.nnx),
+            frozenset(path for entry in changing for path in entry.nnx),
+        ),
+    )
 
 
-def nnx_functions(
-    side: NNXSide, call: Call, loss: Loss, trees: Correspondence
-) -> Functions:
-    """The NNX side of `call`, in Linen's naming."""
-    params = nnx_parameters(trees)
-    return _functions(side, call, loss, trees.to_nnx, trees.to_linen, params)
+def _is_trained(entry: Entry, nnx: NNXLeaves) -> bool:
+    """Whether it is a parameter in Linen, or of a subtype of `nnx.Param` in NNX."""
+    leaves = (leaf for leaf in nnx.leaves if leaf.text in entry.nnx)
+    return entry.linen[0].startswith("params/") or any(
+        is_parameter(leaf, nnx) for leaf in leaves
+    )
 
 
-def nnx_parameters(trees: Correspondence) -> set[str]:
-    """Own paths of what Linen calls parameters, whatever type of Variable they are."""
-    return {
-        path
-        for entry in trees.entries
-        for path in entry.nnx
-        if entry.linen[0].startswith("params/")
-    }
+def is_parameter(leaf: Leaf | None, nnx: NNXLeaves) -> bool:
+    """Whether a leaf's Variable is an `nnx.Param` or of a type derived from it."""
+    if leaf is None:
+        return False
+    return "params" in (leaf.collection, *nnx.collections.get(leaf.text, ()))
 
 
 def probe(side: Side, call: Call, args: Args, key: Array) -> Outcome:
@@ -256,76 +313,51 @@ def probe(side: Side, call: Call, args: Args, key: Array) -> Outcome:
     return seen[-1]._replace(outputs=outputs, state=state)
 
 
-def default_loss(outputs: Any) -> Array:
-    """The sum of all floats of the outputs, weighted by cos(0), cos(1) and so on."""
-    total = jnp.zeros((), jnp.float32)
-    for leaf in jax.tree.leaves(outputs):
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            continue
-        real = leaf.ravel()
-        if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
-            real = jnp.concatenate([jnp.real(real), jnp.imag(real)])
-        dtype = _at_least_float32(real.dtype)
-        weights = jnp.cos(jnp.arange(real.size, dtype=dtype))
-        part = jnp.sum(real.astype(dtype) * weights)
-        widest = max(total.dtype, part.dtype, key=lambda dtype: dtype.itemsize)
-        total = total.astype(widest) + part.astype(widest)
-    return total
-
-
-def _at_least_float32(dtype: Any) -> Any:
-    """As `promote_types`, which refuses to mix widths under strict promotion."""
-    return dtype if dtype.itemsize >= 4 else jnp.dtype(jnp.float32)
-
-
-def flat(tree: Any, prefix: str) -> dict[str, Any]:
-    """Leaves of a pytree by path: `outputs/0/logits`."""
-    return {
-        "/".join([prefix, *(_token(key) for key in path)]): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def is_float(leaf: Any) -> bool:
-    """Whether there is a gradient by it."""
-    return hasattr(leaf, "dtype") and bool(jnp.issubdtype(leaf.dtype, jnp.inexact))
-
-
 def is_abstract(values: Mapping[str, Any]) -> bool:
     """Whether there are shapes instead of arrays."""
     return any(isinstance(x, jax.ShapeDtypeStruct) for x in values.values())
 
 
-def _functions(
-    side: Side,
-    call: Call,
-    loss: Loss,
-    to_own: Callable[[Values], dict[str, Any]],
-    from_own: Callable[[Values], dict[str, Any]],
-    param_paths: set[str],
+def make_functions(
+    side: Side, call: Call, loss: Loss | None, naming: Naming
 ) -> Functions:
+    """One side of `call`, in Linen's naming.
+
+    Args:
+      side: Linen's or NNX's.
+      call: how it is called.
+      loss: of the outputs; None: `default_loss` of outputs and sown values.
+      naming: the side's.
+    """
+
     def forward(values: Values, args: Args, key: Array) -> dict[str, Any]:
-        outcome = side.apply(to_own(values), call, args, key)
-        state = {k: x for k, x in outcome.state.items() if k not in param_paths}
+        own = naming.to_own(values)
+        outcome = side.apply(own, call, args, key)
+        state = {k: x for k, x in outcome.state.items() if k not in naming.params}
+        # Linen's calls give no parameters back: they stay what they were.
+        state |= {k: outcome.state.get(k, own[k]) for k in naming.changing}
         return {
             **flat(outcome.outputs, "outputs"),
-            **{f"state/{path}": x for path, x in from_own(state).items()},
+            **{f"state/{path}": x for path, x in naming.from_own(state).items()},
         }
 
-    def parameters(values: Values, args: Args, key: Array) -> dict[str, Any]:
-        outcome = side.apply(to_own(values), call, args, key)
-        return from_own({k: x for k, x in outcome.state.items() if k in param_paths})
+    def objective(own: Values, args: Args, key: Array) -> Array:
+        outcome = side.apply(own, call, args, key)
+        if loss is not None:
+            return loss(outcome.outputs)
+        sown = {k: x for k, x in outcome.state.items() if k not in own}
+        return default_loss((outcome.outputs, naming.from_own(sown)))
 
     def gradient(values: Values, args: Args, key: Array) -> dict[str, Any]:
-        own = to_own(values)
-        params = {k: v for k, v in own.items() if k in param_paths and is_float(v)}
+        own = naming.to_own(values)
+        params = {k: v for k, v in own.items() if k in naming.params and is_float(v)}
         leaves, treedef = jax.tree.flatten(args)
         floats = {i: leaf for i, leaf in enumerate(leaves) if is_float(leaf)}
 
         def total(params: Values, floats: Mapping[int, Array]) -> Array:
             merged = [floats.get(i, leaf) for i, leaf in enumerate(leaves)]
             args = jax.tree.unflatten(treedef, merged)
-            return loss(side.apply({**own, **params}, call, args, key).outputs)
+            return objective({**own, **params}, args, key)
 
         differentiate = jax.value_and_grad(total, argnums=(0, 1))
         try:
@@ -338,13 +370,34 @@ def _functions(
             ) from error
         # Named like the arguments they belong to.
         inputs = flat(jax.tree.unflatten(treedef, range(len(leaves))), "input_gradient")
+        gradients = naming.from_own(by_param)
         return {
             "loss": value,
-            **{f"gradient/{path}": x for path, x in from_own(by_param).items()},
+            **{f"gradient/{path}": x for path, x in gradients.items()},
             **{path: by_input[i] for path, i in inputs.items() if i in by_input},
         }
 
-    return Functions(forward, gradient if call.gradient else None, parameters)
+    return Functions(forward, gradient if call.gradient else None)
+
+
+def _static(model: nnx.Module) -> dict[str, Any]:
+    """What an NNX module holds besides arrays, by attribute."""
+    plain_types = (int, float, complex, str, bytes, bool, type(None), tuple)
+    return {
+        ".".join(map(str, (*path, name))): value
+        for path, node in nnx.iter_graph(model, graph=True)
+        if isinstance(node, nnx.Module)
+        for name, value in vars(node).items()
+        if isinstance(value, plain_types) and not name.startswith("_")
+    }
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(
+        f"{name} from {before.get(name, 'nothing')!r} to {after.get(name, 'nothing')!r}"
+        for name in {**before, **after}
+        if name not in before or name not in after or before[name] != after[name]
+    )
 
 
 def _initialise(
@@ -370,13 +423,24 @@ def _initialise(
         ) from error
 
 
+def _without_sown(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """Without collections of tuples: what `init` sowed would stay in the way."""
+    leaves = linen_leaves(variables)
+    sown = {x.collection for x in leaves if x.path and isinstance(x.path[-1], int)}
+    return {k: v for k, v in variables.items() if k == "params" or k not in sown}
+
+
 def _build(make: Callable[..., Any], seed: int) -> Any:
     keywords = {"rngs": nnx.Rngs(seed)} if _takes_rngs(make) else {}
+    return _made("nnx", functools.partial(make, **keywords))
+
+
+def _made(side: str, make: Callable[[], Any]) -> Any:
     try:
-        return make(**keywords)
+        return make()
     except Exception as error:
         raise CheckError(
-            f"nnx: making the module raises {type(error).__name__}: {error}"
+            f"{side}: making the module raises {type(error).__name__}: {error}"
         ) from error
 
 
@@ -398,21 +462,3 @@ def _swapped(value: Any, other: type) -> str:
 
 def _describe(value: Any) -> str:
     return f"{type(value).__name__}: {str(value)[:80]}"
-
-
-def _token(key: Any) -> str:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def as_numpy(results: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Results as numpy arrays; typed keys as their data."""
-    return {path: _numpy(x) for path, x in results.items()}
-
-
-def _numpy(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return np.asarray(jax.random.key_data(x))
-    return np.asarray(x)

@@ -14,8 +14,9 @@ from parity.mapping.correspondence import Correspondence, match
 from parity.mapping.leaves import Leaf, NNXLeaves
 from parity.mapping.rules import Rules
 from parity.pairs import calls, frontends
-from parity.pairs.calls import Args, Call
+from parity.pairs.calls import Args, Call, CheckError
 from parity.pairs.frontends import Functions, LinenSide, NNXSide, Outcome
+from parity.pairs.outputs import as_numpy, is_float
 
 Steps = tuple[Args, ...]
 Results = dict[str, np.ndarray]
@@ -73,6 +74,19 @@ class Pair:
         """Examples for one way to call, unless a strategy draws them."""
         return calls.examples(subject.call.inputs, self.seed, self.examples or 2)
 
+    def shapes(self, subject: Subject) -> list[Args]:
+        """Arguments of each shape that inputs have; of drawn ones, of the first."""
+        inputs = subject.call.inputs
+        if self.abstract or calls.is_strategy(inputs):
+            return calls.abstract(inputs)
+        found: dict[Any, Args] = {}
+        for steps in self.inputs(subject):
+            for args in steps:
+                leaves, tree = jax.tree.flatten(args)
+                facts = tuple((x.shape, str(x.dtype)) for x in leaves)
+                found.setdefault((tree, facts), args)
+        return list(found.values())
+
 
 class Run:
     """One frontend's call, compiled once and run over the steps of an example."""
@@ -101,11 +115,17 @@ class Run:
         values = dict(values)
         for i, args in enumerate(steps):
             found = self._forward(values, args, self._key)
-            if i == 0 and self._gradient is not None:
+            state = {
+                path.removeprefix("state/"): x
+                for path, x in found.items()
+                if path.startswith("state/")
+            }
+            if self._gradient is not None:
                 found |= self._gradient(values, args, self._key)
+            if i + 1 < len(steps):
+                _refuse_new(state, values)
             prefix = f"step_{i}/" if len(steps) > 1 else ""
-            results |= frontends.as_numpy({prefix + k: v for k, v in found.items()})
-            state = {k.removeprefix("state/"): v for k, v in found.items()}
+            results |= as_numpy({prefix + k: v for k, v in found.items()})
             values |= {k: v for k, v in state.items() if k in values}
         return results
 
@@ -127,7 +147,7 @@ def prepare(
       wanted: the ways to call both.
       rules: see `Rules.of`.
       variables: Linen's, if not given with the module.
-      loss: of the outputs; None: `frontends.default_loss`.
+      loss: of the outputs; None: every output and sown value counts.
       options: what else was asked for.
 
     Raises:
@@ -154,7 +174,9 @@ def make_sides(
     """Both modules, and what each call gives, abstract."""
     right = frontends.make_nnx(module, seed)
     first = [first_args(call, right, seed) for call in wanted]
-    left = frontends.make_linen(linen, variables, wanted[0], first[0], seed)
+    left = frontends.make_linen(
+        linen, variables, wanted[0], first[0], seed, right.streams
+    )
     key = jax.random.key(seed)
     outcomes = [
         (
@@ -179,7 +201,7 @@ def all_leaves(
 def first_args(call: Call, nnx: NNXSide, seed: int) -> Args:
     """Arguments of the first step: shapes only where the module has no values."""
     if nnx.abstract:
-        return calls.abstract(call.inputs)
+        return calls.abstract(call.inputs)[0]
     return calls.first_example(call.inputs, seed)[0]
 
 
@@ -193,16 +215,34 @@ def _subject(
     *,
     many: bool,
 ) -> Subject:
-    loss = loss or frontends.default_loss
     leaves = jax.tree.leaves(outcomes[0].outputs)
-    floats = any(frontends.is_float(leaf) and leaf.size for leaf in leaves)
+    floats = any(is_float(leaf) and leaf.size for leaf in leaves)
     call = dataclasses.replace(call, gradient=call.gradient and floats)
+    namings = frontends.namings(trees, sides[1].leaves, outcomes[1].touched)
     functions = (
-        frontends.linen_functions(sides[0], call, loss, trees),
-        frontends.nnx_functions(sides[1], call, loss, trees),
+        frontends.make_functions(sides[0], call, loss, namings[0]),
+        frontends.make_functions(sides[1], call, loss, namings[1]),
     )
     runs = Run(functions[0], key), Run(functions[1], key)
     return Subject(call, f"{call.name}/" if many else "", functions, runs, outcomes)
+
+
+def _refuse_new(state: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """State that the first call makes has no place in the second.
+
+    Sown values have: they end in their number, and are of one call.
+    """
+    new = [
+        path
+        for path in state
+        if path not in values and not path.rpartition("/")[2].isdigit()
+    ]
+    if new:
+        raise CheckError(
+            f"A call makes state, {', '.join(new)}, that is not carried on to the next "
+            "step: give both modules with it from the start, Linen's as (module, "
+            "variables)."
+        )
 
 
 def _all_linen(side: LinenSide, outcomes: Sequence[Outcome]) -> tuple[Leaf, ...]:

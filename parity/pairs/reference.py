@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from parity.pairs import frontends
+from parity.pairs.outputs import as_numpy, flat
 from parity.pairs.pair import Pair, Results
 from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference
@@ -31,13 +31,13 @@ class Oracle(NamedTuple):
 
 def check_oracle(pair: Pair, oracle: Oracle) -> Tier:
     """Linen's outputs of every call against the reference's."""
-    values = frontends.as_numpy(pair.linen.values)
+    values = as_numpy(pair.linen.values)
     total, count, worst = Comparison(), 0, 0.0
     for subject in pair.subjects:
         for steps in pair.inputs(subject):
             args = jax.tree.map(np.asarray, steps[0])
             outputs = oracle.function(values, *args.positional, **args.keywords)
-            expected = frontends.flat(outputs, "outputs")
+            expected = flat(outputs, "outputs")
             mine = subject.runs[0](pair.linen.values, steps[:1])
             mine = {k: v for k, v in mine.items() if k.startswith("outputs")}
             compared, error = _near(mine, expected, oracle, subject.prefix)

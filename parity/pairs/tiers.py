@@ -8,8 +8,16 @@ from typing import Any
 
 import jax
 
-from parity.pairs import calls, first_values, frontends, reference, tolerance
+from parity.pairs import (
+    calls,
+    first_values,
+    frontends,
+    outputs,
+    reference,
+    tolerance,
+)
 from parity.pairs.frontends import Functions
+from parity.pairs.outputs import compare_containers
 from parity.pairs.pair import Pair, Run, Steps, Subject, first_args
 from parity.pairs.search import search
 from parity.programs import tier as program_tier
@@ -45,15 +53,26 @@ def run_tiers(
         bits, differing = _bits_tier(pair)
         yield from (bits for tier in wanted if tier == "bits")
     if "tolerance" in wanted and differing:
-        yield tolerance.check_tolerance(differing, pair.linen.values, pair.seed)
+        yield tolerance.check_tolerance(differing, pair.seed)
     if "oracle" in wanted and oracle is not None:
         yield reference.check_oracle(pair, oracle)
 
 
 def _tree_tier(pair: Pair) -> Tier:
     note = "paths, shapes, dtypes, axis names, collections"
-    details = pair.trees.describe()
+    details = (*pair.trees.describe(), *_untrained(pair))
     return Tier("tree", pair.trees.comparison, note=note, details=details)
+
+
+def _untrained(pair: Pair) -> Iterator[str]:
+    """A line for each of Linen's parameters that NNX's filters do not take for one."""
+    leaves = {leaf.text: leaf for leaf in pair.nnx.leaves.leaves}
+    for entry in pair.trees.entries:
+        for text in entry.nnx if entry.linen[0].startswith("params/") else ():
+            if text in pair.nnx.leaves.arrays:
+                yield f"{text} is an array without a Variable: no filter trains it"
+            elif not frontends.is_parameter(leaves.get(text), pair.nnx.leaves):
+                yield f"{text} is no nnx.Param, though Linen's is a parameter"
 
 
 def _skipped(tiers: Iterable[str], why: str) -> Iterator[Tier]:
@@ -63,10 +82,7 @@ def _skipped(tiers: Iterable[str], why: str) -> Iterator[Tier]:
 
 
 def _program_tier(pair: Pair) -> Tier:
-    tiers = [_programs_of(pair, subject) for subject in pair.subjects]
-    compared = sum((tier.compared for tier in tiers), Comparison())
-    details = tuple(line for tier in tiers for line in tier.details)
-    return Tier("program", compared, note=program_tier.NOTE, details=details)
+    return program_tier.merged([_programs_of(pair, each) for each in pair.subjects])
 
 
 def _programs_of(pair: Pair, subject: Subject) -> Tier:
@@ -77,8 +93,9 @@ def _programs_of(pair: Pair, subject: Subject) -> Tier:
     }
     args = first_args(subject.call, pair.nnx, pair.seed)
     values, key = pair.linen.values, jax.random.key(pair.seed)
-    tier = program_tier.check_programs(functions, (values, args, key), pair.platforms)
-    if tier.status == "proved" or pair.abstract:
+    givens = [(values, args, key) for args in pair.shapes(subject)]
+    tier = program_tier.check_programs(functions, givens, pair.platforms)
+    if tier.status != "failed" or pair.abstract:
         return tier
     used = [
         (kind, *(run.temporary_bytes(kind, values, args) for run in subject.runs))
@@ -100,11 +117,18 @@ def _bits_tier(pair: Pair) -> tuple[Tier, list[tolerance.Case]]:
         found = list(_compared(pair, subject, details))
         total += _compare_requests(subject)
         total += sum((compared for _, compared in found), Comparison())
-        total += _changed_parameters(pair, subject, found[-1][0])
+        total += _compare_outcomes(subject)
         count += sum(compared.leaves > 0 for _, compared in found)
         deterministic &= _repeats(pair, subject, found[-1][0])
+        if deterministic and not total.differences:
+            case = _moved(pair, subject, found[-1][0])
+            moved = _compare_moved(pair, subject, case)
+            total += moved
+            differing += [case] if moved.differences else []
         differing += [
-            tolerance.Case(subject.prefix, _frontends(pair, subject), steps)
+            tolerance.Case(
+                subject.prefix, _frontends(pair, subject), steps, pair.linen.values
+            )
             for steps, compared in found
             if compared.differences
         ]
@@ -151,11 +175,33 @@ def _compared(
     yield steps, _compare(pair, subject, steps)
 
 
-def _compare(pair: Pair, subject: Subject, steps: Steps) -> Comparison:
-    results = [run(pair.linen.values, steps) for run in subject.runs]
+def _compare(
+    pair: Pair,
+    subject: Subject,
+    steps: Steps,
+    values: Mapping[str, Any] | None = None,
+) -> Comparison:
+    values = pair.linen.values if values is None else values
+    results = [run(values, steps) for run in subject.runs]
     compared = compare_bytes(*results, finite=pair.finite)
     named = tuple(
         d._replace(path=subject.prefix + d.path) for d in compared.differences
+    )
+    return dataclasses.replace(compared, differences=named)
+
+
+def _moved(pair: Pair, subject: Subject, steps: Steps) -> tolerance.Case:
+    """An example once more, with other values: zeros and ones hide whole terms."""
+    values = outputs.move(pair.linen.values, pair.trees.ignored.get("linen", ()))
+    prefix = f"(other values)/{subject.prefix}"
+    return tolerance.Case(prefix, _frontends(pair, subject), steps, values)
+
+
+def _compare_moved(pair: Pair, subject: Subject, case: tolerance.Case) -> Comparison:
+    lax = dataclasses.replace(pair, finite=False)  # not every value may be moved
+    compared = _compare(lax, subject, case.example, case.values)
+    named = tuple(
+        d._replace(path=f"(other values)/{d.path}") for d in compared.differences
     )
     return dataclasses.replace(compared, differences=named)
 
@@ -173,23 +219,22 @@ def _compare_requests(subject: Subject) -> Comparison:
     return Comparison(0, 0, (Difference(path, "count", detail),))
 
 
-def _changed_parameters(pair: Pair, subject: Subject, steps: Steps) -> Comparison:
-    """Parameters that a call of the NNX module changes, which Linen's cannot."""
-    if not subject.outcomes[1].touched & frontends.nnx_parameters(pair.trees):
-        return Comparison()
-    key = jax.random.key(pair.seed)
-    run = jax.jit(subject.functions[1].parameters)
-    after = frontends.as_numpy(run(pair.linen.values, steps[0], key))
-    before = frontends.as_numpy({k: pair.linen.values[k] for k in after})
-    changed = tuple(
-        Difference(
-            f"{subject.prefix}state/{d.path}",
-            "changed",
-            f"nnx changes this parameter while it is called: {d.detail}",
-        )
-        for d in compare_bytes(before, after).differences
-    )
-    return Comparison(0, 0, changed)
+def _compare_outcomes(subject: Subject) -> Comparison:
+    """What no run shows: containers of outputs, attributes, deleted parameters."""
+    linen, nnx = subject.outcomes
+    found: list[Difference] = []
+    if outputs.flat(linen.outputs, "").keys() == outputs.flat(nnx.outputs, "").keys():
+        found += compare_containers(linen.outputs, nnx.outputs, "outputs")
+    found += [
+        Difference("(attributes)", "static", f"nnx changes {text} while it is called")
+        for text in nnx.static
+    ]
+    found += [
+        Difference(path, "missing", "nnx deletes it while it is called")
+        for path in sorted(nnx.touched - nnx.state.keys())
+    ]
+    named = tuple(d._replace(path=subject.prefix + d.path) for d in found)
+    return Comparison(0, 0, named)
 
 
 def _repeats(pair: Pair, subject: Subject, steps: Steps) -> bool:
@@ -203,10 +248,20 @@ def _repeats(pair: Pair, subject: Subject, steps: Steps) -> bool:
 
 
 def _merged(compared: Comparison) -> Comparison:
-    """Of several examples that differ in one path, the first is told."""
-    first = {d.path: d for d in reversed(compared.differences)}
-    ordered = sorted(reversed(first.values()), key=_rank)
+    """Of several examples that differ in one path, the worst is told."""
+    worst: dict[str, Difference] = {}
+    for difference in compared.differences:
+        known = worst.setdefault(difference.path, difference)
+        if _badness(difference) > _badness(known):
+            worst[difference.path] = difference
+    ordered = sorted(worst.values(), key=_rank)
     return dataclasses.replace(compared, differences=tuple(ordered))
+
+
+def _badness(difference: Difference) -> tuple[bool, float, float]:
+    """Anything but a distance is worse than any distance."""
+    far = difference.absolute or 0.0, difference.ulps or 0.0
+    return difference.what != "value", *far
 
 
 def _rank(difference: Difference) -> int:

@@ -61,11 +61,13 @@ class Case(NamedTuple):
       prefix: of its paths in reports.
       frontends: Linen and NNX.
       example: a pytree of inputs.
+      values: parameters and other state, in Linen's naming.
     """
 
     prefix: str
     frontends: tuple[Frontend, Frontend]
     example: Any
+    values: Values
 
 
 class _Verdict(NamedTuple):
@@ -76,18 +78,19 @@ class _Verdict(NamedTuple):
     absolute: float | None = None
 
 
-def check_tolerance(cases: Sequence[Case], values: Values, seed: int = 0) -> Tier:
+def check_tolerance(cases: Sequence[Case], seed: int = 0) -> Tier:
     """Judges every path of both frontends' results.
 
     Args:
       cases: examples on which they differ.
-      values: parameters and other state, in Linen's naming.
       seed: of the moves.
     """
     verdicts: list[_Verdict] = []
     methods: set[str] = set()
     for i, case in enumerate(cases):
-        found, method = _judge_example(case.frontends, values, case.example, seed + i)
+        found, method = _judge_example(
+            case.frontends, case.values, case.example, seed + i
+        )
         verdicts += [v._replace(path=case.prefix + v.path) for v in found]
         methods.add(method)
     elements = sum(verdict.elements for verdict in verdicts)
@@ -248,7 +251,13 @@ def _judge_numbers(
     detail = f"off by {distance:.3g}, noise floor {floor:.3g}"
     if not distance <= FLOORS * floor:
         return _Verdict(path, "failed", detail, pair[0].size, distance)
-    if exact is not None:
+    if exact is None:
+        # Nothing else would see small entries that are wrong beside large ones.
+        share = np.max(_distances(*pair) / _floors(pair, trials, eps), initial=0.0)
+        if not share <= FLOORS:
+            detail += f"; an entry is off by {share:.3g} times its own"
+            return _Verdict(path, "failed", detail, pair[0].size, distance)
+    else:
         rest = _distance(*exact)
         gain = float(np.finfo(np.float64).eps) / eps
         allowed = FLOORS_FLOAT64 * floor * gain
@@ -261,13 +270,28 @@ def _judge_numbers(
     return _Verdict(path, "proved", detail, pair[0].size)
 
 
+def _floors(
+    pair: list[np.ndarray], trials: list[list[np.ndarray]], eps: float
+) -> np.ndarray:
+    """The noise floor of each entry, above zero."""
+    floors = eps * np.maximum(*(np.abs(_as_wide(x)) for x in pair))
+    for own, side in zip(pair, trials, strict=True):
+        for trial in side:
+            floors = np.maximum(floors, _distances(own, trial))
+    return np.maximum(np.nan_to_num(floors), np.finfo(np.float64).tiny)
+
+
 def _distance(left: np.ndarray, right: np.ndarray) -> float:
     """Largest absolute difference; infinite where only one is a number."""
+    return float(np.max(_distances(left, right), initial=0))
+
+
+def _distances(left: np.ndarray, right: np.ndarray) -> np.ndarray:
     a, b = (_as_wide(x) for x in (left, right))
     with np.errstate(invalid="ignore"):
         difference = np.abs(a - b)
     difference = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, difference)
-    return float(np.max(np.where(np.isnan(difference), np.inf, difference), initial=0))
+    return np.where(np.isnan(difference), np.inf, difference)
 
 
 def _largest(x: np.ndarray) -> float:

@@ -77,6 +77,14 @@ def count_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Cost:
     return total
 
 
+def inner_jaxprs(params: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(item, ClosedJaxpr | Jaxpr):
+                yield item
+
+
 def _equation(equation: Any) -> Cost:
     name, params = equation.primitive.name, equation.params
     if name == "scan":
@@ -88,7 +96,7 @@ def _equation(equation: Any) -> Cost:
         branches = [count_jaxpr(branch) for branch in params["branches"]]
         dearest = max(branches, key=lambda cost: (cost.flops, cost.bytes))
         return dearest._replace(unbounded=any(cost.unbounded for cost in branches))
-    inner = list(_jaxprs(params))
+    inner = list(inner_jaxprs(params))
     if inner and name not in _ELEMENTWISE_JAXPR:
         total = Cost()
         for jaxpr in inner:
@@ -96,13 +104,6 @@ def _equation(equation: Any) -> Cost:
         # Each device runs the body on its share.
         return total.times(params["mesh"].size if name == "shard_map" else 1)
     return Cost(_flops(name, equation), _bytes(equation))
-
-
-def _jaxprs(params: Any) -> Iterator[Any]:
-    for value in params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            if isinstance(item, ClosedJaxpr | Jaxpr):
-                yield item
 
 
 def _flops(name: str, equation: Any) -> float:

@@ -9,6 +9,13 @@ a reshape. All else is kept: operations, the order of operands,
 every attribute and type, constants to the last bit, shardings, layouts and donation of
 arguments, unused arguments, and how often a value is computed. So two programs of one
 digest are equal for all inputs; two of different digests may be, too.
+
+Outside of the claim, as StableHLO does not hold it: whether a result is weakly typed,
+and donation to a `jax.jit` inside of the function, which has no effect there. A Python
+callback is the same if it is the same object; then the digest holds in this process
+only. What cannot be compared raises `ProgramError`: several callbacks in one program,
+`jax.debug.callback`, custom partitioning, callbacks for another platform than this
+machine's.
 """
 
 from __future__ import annotations
@@ -22,7 +29,7 @@ from typing import Any, NamedTuple
 import jax
 from jaxlib.mlir import ir
 
-from parity.programs import cost, stablehlo
+from parity.programs import callbacks, cost, stablehlo
 from parity.programs.listing import REGION, Operation
 from parity.programs.stablehlo import ProgramError
 
@@ -106,12 +113,23 @@ def lower(
       function: jitted or not.
       *args: trees of arrays, or of `jax.ShapeDtypeStruct`: nothing is computed.
       platform: "cpu", "tpu", ...; need not be there. None is the default backend.
+
+    Raises:
+      ProgramError: the program has no canonical form.
     """
     traced = jax.jit(function, keep_unused=True).trace(*args)
+    python = callbacks.called(traced.jaxpr)
     platforms = None if platform is None else (platform,)
-    lowered = traced.lower(lowering_platforms=platforms)
+    try:
+        lowered = traced.lower(lowering_platforms=platforms)
+    except ValueError as error:
+        if not python:
+            raise
+        raise ProgramError(
+            f"A Python callback cannot be lowered for {platform}: {error}."
+        ) from error
     program = canonical(
-        lowered.compiler_ir("stablehlo"), _paths(args), _paths(traced.out_info)
+        lowered.compiler_ir("stablehlo"), _paths(args), _paths(traced.out_info), python
     )
     return dataclasses.replace(
         program, cost=cost.count_jaxpr(traced.jaxpr), lowered=lowered
@@ -119,7 +137,10 @@ def lower(
 
 
 def canonical(
-    module: ir.Module, arguments: Sequence[str], results: Sequence[str]
+    module: ir.Module,
+    arguments: Sequence[str],
+    results: Sequence[str],
+    python: str = "",
 ) -> Program:
     """The canonical form of a StableHLO module.
 
@@ -127,8 +148,9 @@ def canonical(
       module: with a function `main`, as JAX lowers it; it is not changed.
       arguments: path of each argument of `main`, in its order.
       results: path of each result, in its order.
+      python: name of the only Python function that it calls; "": it must call none.
     """
-    return Program(*stablehlo.canonical(module, arguments, results))
+    return Program(*stablehlo.canonical(module, arguments, results, python))
 
 
 def first_difference(left: Program, right: Program) -> ProgramDifference | None:

@@ -52,6 +52,13 @@ _EFFECTS = {
     "stablehlo.rng",
     "stablehlo.send",
 }
+# Each calls a Python function of this process, by an index that means nothing outside.
+_PYTHON = {
+    f"xla_ffi{partitioned}_python_{device}_callback"
+    for partitioned in ("", "_partitioned")
+    for device in ("cpu", "gpu")
+}
+_INDEX = {"backend_config", "mhlo.backend_config"}
 
 
 class ProgramError(ValueError):
@@ -77,11 +84,17 @@ class Canonical(NamedTuple):
 
 
 def canonical(
-    module: ir.Module, arguments: Sequence[str], results: Sequence[str]
+    module: ir.Module,
+    arguments: Sequence[str],
+    results: Sequence[str],
+    python: str = "",
 ) -> Canonical:
-    """The canonical form of a module whose @main has these paths, in its order."""
+    """The canonical form of a module whose @main has these paths, in its order.
+
+    `python` names the only Python function that it calls.
+    """
     with module.context:
-        return _Reader(module).main(arguments, results)
+        return _Reader(module, python).main(arguments, results)
 
 
 def lines(form: Any) -> list[str]:
@@ -128,7 +141,8 @@ class _Caller(NamedTuple):
 class _Reader:
     """One module: its functions, read when they are needed."""
 
-    def __init__(self, module: ir.Module):
+    def __init__(self, module: ir.Module, python: str):
+        self._python = python
         # A clone, since what is no function is renamed in it.
         self._module = module.operation.clone().operation
         _name_by_content(self._module)
@@ -215,9 +229,12 @@ class _Reader:
         name, unread = op.name, {_HINTS, "callee"} if call else {_HINTS}
         if _adds_axes_only(op):
             name, unread = "stablehlo.reshape", unread | {_DIMENSIONS}
+        said = {}
+        if _calls_python(op, self._python):
+            said, unread = {"python": self._python}, unread | _INDEX
         return _Statement(
             name,
-            self._attributes(op, unread),
+            self._attributes(op, unread) | said,
             self._hints(op),
             tuple(op.operands),
             results,
@@ -230,7 +247,14 @@ class _Reader:
 
     def _attributes(self, op: ir.Operation, without: set[str]) -> dict[str, str]:
         names = set(op.attributes) - without - _UNSAID
-        return {name: self._text(op.attributes[name]) for name in names}
+        return {name: self._attribute(op, name) for name in names}
+
+    def _attribute(self, op: ir.Operation, name: str) -> str:
+        try:
+            attribute = op.attributes[name]
+        except TypeError:  # JAX's bindings have no class for complex elements
+            return _shortened(_printed(op, name))
+        return self._text(attribute)
 
     def _hints(self, op: ir.Operation) -> dict[str, str]:
         if _HINTS not in op.attributes:
@@ -239,6 +263,7 @@ class _Reader:
 
     def _text(self, attribute: ir.Attribute) -> str:
         """An attribute in full; functions by what they compute."""
+        _check_readable(attribute)
         if isinstance(attribute, ir.FlatSymbolRefAttr):
             return self._reference(attribute.value)
         if isinstance(attribute, ir.ArrayAttr):
@@ -255,9 +280,7 @@ class _Reader:
             # An attribute of some other dialect may name functions.
             named = sorted(name for name in self._functions if f"@{name}" in text)
             text += "".join(f" {self._reference(name)}" for name in named)
-        if len(text) <= LONGEST_TEXT:
-            return text
-        return f"{text[:20]}... sha256 {digest(text)}"
+        return _shortened(text)
 
     def _entries(self, entries: ir.DictAttr, without: Container[str]) -> dict[str, str]:
         items = [entries[i] for i in range(len(entries))]
@@ -391,6 +414,38 @@ class _Reader:
         return tuple(said("func.result", outputs, "res_attrs"))
 
 
+def _check_readable(attribute: ir.Attribute) -> None:
+    """JAX's bindings end the process at complex elements in a list or dictionary."""
+    if isinstance(attribute, ir.ArrayAttr | ir.DictAttr):
+        text = str(attribute)
+        if "complex<" in text:
+            raise ProgramError(
+                "Complex elements inside of another attribute cannot be read: "
+                f"{text[:LONGEST_TEXT]}"
+            )
+
+
+def _shortened(text: str) -> str:
+    if len(text) <= LONGEST_TEXT:
+        return text
+    return f"{text[:20]}... sha256 {digest(text)}"
+
+
+def _printed(op: ir.Operation, name: str) -> str:
+    """An attribute of a constant, cut out of the operation as MLIR prints it."""
+    text = ""
+    if op.name == _CONSTANT:
+        alone = op.clone().operation
+        for other in set(alone.attributes) - {name}:
+            del alone.attributes[other]
+        text = str(alone.get_asm(print_generic_op_form=True, enable_debug_info=False))
+    before, after = f'"{_CONSTANT}"() <{{{name} = ', "}> : () -> "
+    start, end = text.find(before), text.rfind(after)
+    if start < 0 or end < 0:
+        raise ProgramError(f"JAX's bindings cannot read {name} of {op.name}.")
+    return text[start + len(before) : end]
+
+
 def _braces(attributes: dict[str, str]) -> str:
     parts = [f"{name} = {text}" for name, text in sorted(attributes.items())]
     return "{" + ", ".join(parts) + "}" if parts else ""
@@ -426,11 +481,31 @@ def _adds_axes_only(op: ir.Operation) -> bool:
 
 def _has_effect(op: ir.Operation) -> bool:
     if op.name == "stablehlo.custom_call":
-        said = "has_side_effect" in op.attributes
-        return said and ir.BoolAttr(op.attributes["has_side_effect"]).value
+        return _is_true(op, "has_side_effect")
     if op.name in _EFFECTS:
         return True
     return op.name.partition(".")[0] not in _PURE_DIALECTS and op.name not in _PURE
+
+
+def _calls_python(op: ir.Operation, python: str) -> bool:
+    """Whether it calls the Python function of that name; refuses any other."""
+    if op.name in ("stablehlo.send", "stablehlo.recv"):
+        what = op.name if _is_true(op, "is_host_transfer") else ""
+    elif op.name == "stablehlo.custom_call":
+        what = ir.StringAttr(op.attributes["call_target_name"]).value
+        if python and what in _PYTHON:
+            return True
+    else:
+        return False
+    if "python" in what or what in ("CustomSPMDPartitioning", op.name):
+        raise ProgramError(
+            f"Python callbacks have no canonical form, and {what} calls Python."
+        )
+    return False
+
+
+def _is_true(op: ir.Operation, name: str) -> bool:
+    return name in op.attributes and ir.BoolAttr(op.attributes[name]).value
 
 
 def _name_by_content(module: ir.Operation) -> None:

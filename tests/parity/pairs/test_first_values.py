@@ -111,7 +111,7 @@ def test_other_bytes_are_counted_and_other_distributions_named_by_path():
     tier = first_values.check_first_values(linen, nnx)
     assert tier.status == "failed"
     summary, odd = tier.differences
-    assert summary.detail == "2 of 3 leaves have other bytes"
+    assert summary.detail == "2 of 3 leaves have other bytes: params/a, params/b"
     assert (odd.path, odd.what) == ("params/b", "distribution")
     assert "another distribution" in tier.note
 

@@ -377,7 +377,7 @@ def wrapped(name: str, call: Call, *known: Known) -> Case:
     normalised = Known(
         "bits",
         ("state/params/layer_instance/kernel",),
-        "changed",
+        "value",
         "nnx writes the normalised kernel back into the layer, nn does not",
     )
     return Case(
