@@ -84,7 +84,7 @@ class LinenSide:
         streams: Sequence[str] = ("dropout",),
     ):
         self.module = module
-        self._streams = streams
+        self._streams = set(streams)
         self._variables = {k: v for k, v in variables.items() if k != SOWN}
         self.leaves: tuple[Leaf, ...] = linen_leaves(self._variables)
         self.values = read_linen(self._variables)
@@ -101,6 +101,9 @@ class LinenSide:
                 **args.keywords,
                 **call.linen,
             )
+        if not requests.streams <= self._streams:  # again, with keys for these too
+            self._streams |= requests.streams
+            return self.apply(values, call, args, key)
         leaves = linen_leaves(mutated)
         return Outcome(plain(outputs), read_linen(mutated), leaves, len(requests))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -156,7 +157,7 @@ def prepare(
     """
     left, right, outcomes = make_sides(linen, module, wanted, variables, options.seed)
     trees = match(*all_leaves(left, right, outcomes), Rules.of(rules))
-    key = jax.random.key(options.seed)
+    key = call_key(options.seed)
     subjects = tuple(
         _subject(call, (left, right), pair, trees, loss, key, many=len(wanted) > 1)
         for call, pair in zip(wanted, outcomes, strict=True)
@@ -177,7 +178,7 @@ def make_sides(
     left = frontends.make_linen(
         linen, variables, wanted[0], first[0], seed, right.streams
     )
-    key = jax.random.key(seed)
+    key = call_key(seed)
     outcomes = [
         (
             frontends.probe(left, call, args, key),
@@ -196,6 +197,11 @@ def all_leaves(
         _all_linen(left, [outcome for outcome, _ in outcomes]),
         _all_nnx(right, [outcome for _, outcome in outcomes]),
     )
+
+
+def call_key(seed: int) -> Array:
+    """The random key of every call; not one that a model may have been made with."""
+    return jax.random.fold_in(jax.random.key(seed), zlib.crc32(b"masks"))
 
 
 def first_args(call: Call, nnx: NNXSide, seed: int) -> Args:

@@ -6,8 +6,6 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from parity.pairs import (
     calls,
     first_values,
@@ -18,7 +16,7 @@ from parity.pairs import (
 )
 from parity.pairs.frontends import Functions
 from parity.pairs.outputs import compare_containers
-from parity.pairs.pair import Pair, Run, Steps, Subject, first_args
+from parity.pairs.pair import Pair, Run, Steps, Subject, call_key, first_args
 from parity.pairs.search import search
 from parity.programs import tier as program_tier
 from parity.reporting import gate
@@ -92,7 +90,7 @@ def _programs_of(pair: Pair, subject: Subject) -> Tier:
         for kind in kinds
     }
     args = first_args(subject.call, pair.nnx, pair.seed)
-    values, key = pair.linen.values, jax.random.key(pair.seed)
+    values, key = pair.linen.values, call_key(pair.seed)
     givens = [(values, args, key) for args in pair.shapes(subject)]
     tier = program_tier.check_programs(functions, givens, pair.platforms)
     if tier.status != "failed" or pair.abstract:
@@ -274,7 +272,7 @@ def _rank(difference: Difference) -> int:
 def _frontends(
     pair: Pair, subject: Subject
 ) -> tuple[tolerance.Frontend, tolerance.Frontend]:
-    key = jax.random.key(pair.seed)
+    key = call_key(pair.seed)
 
     def frontend(run: Run, functions: Functions) -> tolerance.Frontend:
         def coarsest(values: Mapping[str, Any], steps: Steps) -> float:

@@ -385,6 +385,7 @@ def wrapped(name: str, call: Call, *known: Known) -> Case:
         lambda rngs: getattr(nnx, name)(nnx.Linear(4, 32, rngs=rngs), rngs=rngs),
         X,
         {"call": call},
+        programs="nnx gives back the kernel that it changes",
         known=(normalised, *known),
     )
 
@@ -522,6 +523,7 @@ CASES = {
     ),
     "attention decoding": decoding()._replace(rounding=SCALED),
     "attention decoding, causal once more": decoding(is_causal=True)._replace(
+        options={"call": Call(nnx={"is_causal": True}, gradient=False)},
         rounding=SCALED if FLAX >= (0, 12, 12) else "",
         known=(
             Known(
@@ -687,7 +689,7 @@ def drawn(case: Case) -> Mapping[str, Any]:
     Caches start empty, and statistics are positive as variances are.
     """
     call = calls.make_calls(*map(case.options.get, ("call", "methods")), case.inputs)[0]
-    args = calls.abstract(call.inputs) if case.first is None else Args(case.first)
+    args = calls.abstract(call.inputs)[0] if case.first is None else Args(case.first)
     init = functools.partial(case.linen.init, method=call.methods[0], **call.linen)
     keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
     shapes = jax.eval_shape(init, keys, *args.positional, **args.keywords)
