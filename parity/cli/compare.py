@@ -4,8 +4,9 @@ parity compare TARGET [flags]
 
 TARGET is a preset (see `parity models`) or a folder with a Hugging Face checkpoint.
 Seconds to trace, lower and compile; temporary memory, arithmetic and operations; the
-time of a call; lines of code. Compiling a tiny preset takes some minutes, most of them
-for the gradient: --functions=forward leaves it out. A measurement, not a verdict.
+time a jitted call takes beside the computation (dispatch); lines of code. Compiling a
+tiny preset takes some minutes, most of them for the gradient, which
+--functions=forward leaves out. A measurement, not a verdict.
 Exit status 0: measured; 2: bad input.
 """
 

@@ -45,7 +45,7 @@ class Row(NamedTuple):
     """One quantity, measured on both sides.
 
     Attributes:
-      section: "forward", "gradient", "call" or "code".
+      section: "forward", "gradient", "dispatch" or "code".
       quantity: what was measured.
       unit: "s", "µs", "bytes", "FLOP", "operations" or "lines".
       linen: None where there is nothing to measure.
@@ -120,7 +120,7 @@ def compare_target(
     Args:
       target: name of a preset, or a folder with a Hugging Face checkpoint.
       functions: of `FUNCTIONS`.
-      abstract: without weights, and so without the time of a call.
+      abstract: without weights, and so without dispatch.
       batch: of the tokens.
       length: of the tokens.
       repeats: how often to trace and lower; the median counts. Compiled is once.
@@ -206,7 +206,7 @@ def measure_calls(pair: Pair, rounds: int = 20, calls: int = 10) -> list[Row]:
     for name in dict.fromkeys(name for _, name in timings):
         of_sides = [timings.get((side, name)) for side in SIDES]
         linen, other = (None if t is None else t.microseconds.median for t in of_sides)
-        rows.append(Row("call", name, "µs", linen, other, plain))
+        rows.append(Row("dispatch", name, "µs", linen, other, plain))
     return rows
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from parity.pairs import (
     calls,
@@ -106,42 +106,63 @@ def _programs_of(pair: Pair, subject: Subject) -> Tier:
     return dataclasses.replace(tier, details=tier.details + lines)
 
 
+class _Bits(NamedTuple):
+    """What running a pair came to.
+
+    Attributes:
+      compared: all examples together.
+      examples: how many were run.
+      deterministic: whether each frontend repeats its own bytes.
+      differing: the examples that differ, for the tolerance tier.
+      details: lines to show.
+    """
+
+    compared: Comparison = Comparison()
+    examples: int = 0
+    deterministic: bool = True
+    differing: tuple[tolerance.Case, ...] = ()
+    details: tuple[str, ...] = ()
+
+
 def _bits_tier(pair: Pair) -> tuple[Tier, list[tolerance.Case]]:
     """The tier, and the examples for the tolerance tier: those that differ by value."""
-    total, count, deterministic = Comparison(), 0, True
-    differing: list[tolerance.Case] = []
-    details: list[str] = []
-    for subject in pair.subjects:
-        found = list(_compared(pair, subject, details))
-        total += _compare_requests(subject)
-        total += sum((compared for _, compared in found), Comparison())
-        total += _compare_outcomes(subject)
-        count += sum(compared.leaves > 0 for _, compared in found)
-        deterministic &= _repeats(pair, subject, found[-1][0])
-        if deterministic and not total.differences:
-            case = _moved(pair, subject, found[-1][0])
-            moved = _compare_moved(pair, subject, case)
-            total += moved
-            differing += [case] if moved.differences else []
-        differing += [
-            tolerance.Case(
-                subject.prefix, _frontends(pair, subject), steps, pair.linen.values
-            )
-            for steps, compared in found
-            if compared.differences
-        ]
-    if any(difference.what != "value" for difference in total.differences):
-        differing = []  # no rounding gives another shape
-    note = f"{_names(pair)}: outputs, state, loss, every gradient under jit, to the bit"
+    runs = [_run(pair, subject) for subject in pair.subjects]
+    total = sum((run.compared for run in runs), Comparison())
     tier = Tier(
         "bits",
         _merged(total),
-        count,
-        note,
-        details=tuple(details),
-        deterministic=deterministic,
+        sum(run.examples for run in runs),
+        f"{_names(pair)}: outputs, state, loss, every gradient under jit, to the bit",
+        details=tuple(line for run in runs for line in run.details),
+        deterministic=all(run.deterministic for run in runs),
     )
-    return tier, differing
+    if any(difference.what != "value" for difference in total.differences):
+        return tier, []  # no rounding gives another shape
+    return tier, [case for run in runs for case in run.differing]
+
+
+def _run(pair: Pair, subject: Subject) -> _Bits:
+    """One call of both, with all its examples."""
+    details: list[str] = []
+    found = list(_compared(pair, subject, details))
+    total = _compare_requests(subject) + _compare_outcomes(subject)
+    total += sum((compared for _, compared in found), Comparison())
+    differing = [
+        tolerance.Case(
+            subject.prefix, _frontends(pair, subject), steps, pair.linen.values
+        )
+        for steps, compared in found
+        if compared.differences
+    ]
+    last, _ = found[-1]
+    deterministic = _repeats(pair, subject, last)
+    if deterministic and not total.differences:
+        case = _moved(pair, subject, last)
+        moved = _compare_moved(pair, subject, case)
+        total += moved
+        differing += [case] if moved.differences else []
+    examples = sum(compared.leaves > 0 for _, compared in found)
+    return _Bits(total, examples, deterministic, tuple(differing), tuple(details))
 
 
 def _compared(

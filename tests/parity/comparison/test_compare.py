@@ -84,14 +84,14 @@ def test_every_quantity_of_both_frontends_is_a_positive_number(tiny):
     result = json.loads(tiny[1]["json"])
     rows = rows_of(result)
     assert {quantity for section, quantity in rows if section == "forward"} == PROGRAM
-    assert ("call", dispatch.USUAL) in rows
-    assert ("call", dispatch.FLAT) in rows
+    assert ("dispatch", dispatch.USUAL) in rows
+    assert ("dispatch", dispatch.FLAT) in rows
     for (section, quantity), row in rows.items():
         measured = [row[side] for side in ("linen", "nnx") if row[side] is not None]
         both = section == "forward" or quantity in (dispatch.USUAL, dispatch.FLAT)
         assert len(measured) == 2 if both else measured
         assert all(math.isfinite(value) and value > 0 for value in measured), row
-        assert (row["plain"] is not None) == (section == "call")
+        assert (row["plain"] is not None) == (section == "dispatch")
 
 
 def test_the_json_says_what_was_measured_where(tiny):
@@ -170,7 +170,7 @@ def test_the_page_is_whole_and_holds_every_number(tiny):
 def test_a_hostile_name_cannot_break_the_pictures():
     pytest.importorskip("matplotlib")
     name = "a<b>&\"c'\x1b[2J\n"
-    row = Row("call", "<jit> & $x_1$", "µs", 1.0, None, 2.0)
+    row = Row("dispatch", "<jit> & $x_1$", "µs", 1.0, None, 2.0)
     machine = {"system": "<none>"}
     result = SideBySide(name, 1, 1, 1, 1, (row,), {"forward": False}, machine)
     check_drawn = "".join(ElementTree.fromstring(page.render_svg(result)).itertext())
