@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import rich.console
 from flax import nnx
+from hypothesis import strategies as st
 
 import parity
 import parity.__main__
@@ -157,6 +158,33 @@ def test_a_fault_in_the_mathematics_of_one_frontend_is_found():
     assert {"logits", "loss_total"} <= set(differences)
     assert "ulps" in differences["logits"].detail
     assert "embed_tokens" not in differences  # the weights themselves
+
+
+def test_a_drawn_input_that_differs_is_shown_with_the_command_that_draws_it(
+    monkeypatch,
+):
+    config = CHEAP.replace(scan_layers=False)
+    params = shared.init_params(jax.random.key(0), config)
+    pair = decoders.make_pair(config, params)
+    drawn = decoders.Drawn(3, 4, "again: parity check x --draw=4 --seed=3")
+    tier = decoders.check_bits(pair, drawn)
+    assert (tier.status, tier.examples, tier.details) == ("proved", 4, ())
+
+    class Doubled(zoo_nnx.MLP):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    faulty = Doubled(config.mlp, rngs=nnx.Rngs(0))
+    nnx.update(faulty, nnx.state(pair.nnx.layers_0.mlp))
+    pair.nnx.layers_0.mlp = faulty
+    (only,) = decoders.draw_examples(config, 0, 1)
+    # There is but one: making it smaller would take long here.
+    monkeypatch.setattr(decoders, "example_strategy", lambda _: st.just(only))
+    tier = decoders.check_bits(pair, drawn)
+    assert tier.status == "failed"
+    shown, command = tier.details
+    assert command == drawn.replay
+    assert shown == "smallest example that differs: " + " ".join(repr(only).split())
 
 
 def test_a_model_that_breaks_in_both_frontends_proves_nothing():
