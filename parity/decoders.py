@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, NamedTuple
 
 import jax
@@ -90,11 +91,14 @@ def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
     """First values from one seed, made by each frontend's own way."""
     linen, tokens = zoo_linen.Decoder(config), jnp.zeros((1, 2), jnp.int32)
     # Under jit the forward pass of Linen's init is dead code.
-    params = jax.jit(linen.init)(jax.random.key(seed), tokens)["params"]
+    options = _quick_options()
+    init = jax.jit(linen.init, compiler_options=options)
+    params = init(jax.random.key(seed), tokens)["params"]
     build = jax.jit(
         lambda key: zoo_nnx.to_params(
             zoo_nnx.Decoder(config, rngs=nnx.Rngs(params=key))
-        )
+        ),
+        compiler_options=options,
     )
     compared = compare_bytes(params, build(jax.random.key(seed)), finite=True)
     return Tier("init", compared, note=f"first values from seed {seed}, to the bit")
@@ -115,6 +119,16 @@ class Drawn:
     replay: str
 
 
+def _quick_options() -> dict[str, Any] | None:
+    """For code that runs once, on the CPU: compiling is what takes its time."""
+    if jax.default_backend() != "cpu":
+        return None
+    return {
+        "xla_backend_optimization_level": 0,
+        "xla_llvm_disable_expensive_passes": True,
+    }
+
+
 def check_bits(pair: Pair, examples: Iterable[Example] | Drawn) -> Tier:
     """Weights held, then outputs, losses and every gradient with Linen's weights.
 
@@ -130,7 +144,9 @@ def check_bits(pair: Pair, examples: Iterable[Example] | Drawn) -> Tier:
     ]
 
     def compare(example: Example) -> Comparison:
-        results = [run(pair.params, example) for run in runs]
+        # Side by side: the first call compiles, which takes most of the time.
+        with futures.ThreadPoolExecutor(2) as pool:
+            results = list(pool.map(lambda run: run(pair.params, example), runs))
         return compare_bytes(*results, finite=True)
 
     compared, count, last, details = _over(pair, examples, compare)
