@@ -25,7 +25,7 @@ from parity import strategies
 from parity.pairs import search
 from parity.programs import tier as program_tier
 from parity.reporting.report import Tier
-from parity.trees import Comparison, compare_bytes, compare_structure
+from parity.trees import Comparison, abstract, compare_bytes, compare_structure
 from shared.trees import Path, flatten
 
 Apply = Callable[..., shared.DecoderOutput]
@@ -179,11 +179,7 @@ def _over(
         seed=examples.seed,
         count=examples.count,
     )
-    details: tuple[str, ...] = ()
-    if found.smallest is not None:
-        shown = " ".join(repr(found.smallest).split())
-        details = (f"smallest example that differs: {shown}", examples.replay)
-    return found.compared, found.examples, found.last, details
+    return found.compared, found.examples, found.last, found.lines(examples.replay)
 
 
 def check_program(pair: Pair, platforms: Sequence[str | None] = (None,)) -> Tier:
@@ -200,7 +196,7 @@ def check_program(pair: Pair, platforms: Sequence[str | None] = (None,)) -> Tier
         "gradient": (gradient(linen), gradient(other)),
     }
     shape = jax.ShapeDtypeStruct((2, 17), jnp.int32)
-    given = program_tier.abstract(pair.params), Example(shape, shape, shape)
+    given = abstract(pair.params), Example(shape, shape, shape)
     with jax.default_matmul_precision("highest"):
         return program_tier.check_programs(functions, [given], platforms)
 

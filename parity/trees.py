@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from shared.trees import Path, flatten, path_text
@@ -44,6 +45,11 @@ class Comparison:
     def equal(self) -> bool:
         """Whether something was compared and nothing differs."""
         return self.leaves > 0 and self.elements > 0 and not self.differences
+
+    def under(self, prefix: str) -> Comparison:
+        """The same, with `prefix` before the path of every difference."""
+        named = (d._replace(path=prefix + d.path) for d in self.differences)
+        return dataclasses.replace(self, differences=tuple(named))
 
     def __add__(self, other: Comparison) -> Comparison:
         return Comparison(
@@ -108,6 +114,11 @@ def compare_bytes(
         difference = _value_difference(path_text(path), a, b, names, finite)
         differences += [] if difference is None else [difference]
     return Comparison(len(common), elements, tuple(differences))
+
+
+def abstract(tree: Any) -> Any:
+    """A pytree with shapes and dtypes instead of arrays."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def ulps(left: np.ndarray, right: np.ndarray) -> np.ndarray:

@@ -14,10 +14,8 @@ Exit status 0: proved; 1: something differs; 2: bad input; 3: a fault of our own
 from __future__ import annotations
 
 import datetime
-import os
 import pathlib
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,13 +23,12 @@ import rich.console
 from absl import flags
 
 from parity import zoo
-from parity.cli import UsageError, factories
+from parity.cli import UsageError, check_files, factories
 from parity.pairs import checking
 from parity.reporting import baseline, gate
 from parity.reporting.report import Report
 from parity.trees import Difference
 
-_PAIR = ("linen", "nnx", "inputs")  # needed for a pair of the user's
 _PAIR_ONLY = ("rules", "calls", "oracle", "methods", "finite")
 _TARGET_ONLY = ("expect", "scan_layers", "scan_period", "draw")
 _REPORTS = ("json", "markdown", "junit")
@@ -115,13 +112,13 @@ def run(
     arguments: Sequence[str], options: Mapping[str, Any], console: rich.console.Console
 ) -> int:
     """Checks one target or one pair."""
-    _check_files(options)
+    check_files(options, _REPORTS)
     if options["fail_on"] is not None:
         gate.required(options["fail_on"])  # before anything is run
     accepted = None
     if options["baseline"] is not None:
         accepted = baseline.read(options["baseline"])
-    is_pair = any(options[name] is not None for name in _PAIR)
+    is_pair = any(options[name] is not None for name in factories.PAIR)
     with console.status("checking: tracing and compiling take most of the time"):
         check = _check_pair if is_pair else _check_target
         report = check(arguments, options)
@@ -137,20 +134,6 @@ def run(
         console.print("`parity suggest` drafts rules for leaves with other names.")
     console.print(report.verdict, style="bold")
     return 0 if report.ok else 1
-
-
-def _check_files(options: Mapping[str, Any]) -> None:
-    """What cannot be written is said before anything is run."""
-    for name in _REPORTS:
-        if options[name] is None:
-            continue
-        path = pathlib.Path(options[name])
-        if not options[name] or path.is_dir():
-            raise UsageError(f"--{name}={options[name]}: that is no name of a file.")
-        if not path.parent.is_dir():
-            raise UsageError(f"--{name}={options[name]}: there is no such folder.")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UsageError(f"--{name}={options[name]} cannot be written.")
 
 
 def _of_tree(report: Report) -> tuple[Difference, ...]:
@@ -182,19 +165,14 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
         raise UsageError(
             f"Give a target or a pair (--linen …), not both. Got {arguments[0]!r}, too."
         )
-    lacking = [f"--{name}" for name in _PAIR if options[name] is None]
-    if lacking:
-        raise UsageError(
-            f"A pair needs --linen, --nnx and --inputs: give {lacking[0]}."
-        )
     _refuse(options, _TARGET_ONLY, "a target")
-    sys.path.insert(0, os.getcwd())
+    linen, nnx, inputs, call = factories.make_pair(options)
     return checking.check(
-        factories.make("linen", options["linen"]),
-        factories.load("nnx", options["nnx"]),
-        factories.make("inputs", options["inputs"]),
+        linen,
+        nnx,
+        inputs,
         rules=options["rules"],
-        call=options["calls"] and factories.make("calls", options["calls"]),
+        call=call,
         methods=options["methods"],
         tiers=gate.TIERS if options["tiers"] is None else options["tiers"],
         seed=options["seed"],
@@ -209,7 +187,7 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
 
 def _command(options: Mapping[str, Any]) -> str:
     """The command that draws the same examples again."""
-    named = (*_PAIR, "rules", "calls", "seed", "examples")
+    named = (*factories.PAIR, "rules", "calls", "seed", "examples")
     given = [f"--{name}={options[name]}" for name in named if options[name] is not None]
     return shlex.join(["parity", "check", *given])
 

@@ -20,7 +20,7 @@ import rich.console
 import rich.table
 from absl import flags
 
-from parity.cli import UsageError
+from parity.cli import UsageError, check_files
 from parity.comparison import page, side_by_side
 from parity.comparison.side_by_side import SideBySide
 
@@ -89,9 +89,7 @@ def run(
 
 def _check_files(options: Mapping[str, Any]) -> None:
     """Before minutes of measuring, whether the results can be written."""
-    for name in _FILES:
-        if options[name] and not pathlib.Path(options[name]).parent.is_dir():
-            raise UsageError(f"--{name}={options[name]}: there is no such folder.")
+    check_files(options, _FILES)
     if options["svg"] or options["html"]:
         try:
             page.require_matplotlib()

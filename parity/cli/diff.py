@@ -20,7 +20,7 @@ from typing import Any
 import rich.console
 from absl import flags
 
-from parity.cli import UsageError
+from parity.cli import UsageError, check_files
 from parity.diff import Diff, diff
 from parity.stores import Store, open_store
 
@@ -59,8 +59,7 @@ def run(
     """Compares two checkpoints."""
     if len(arguments) != 2:
         raise UsageError(f"Give two checkpoints to compare. Got {len(arguments)}.")
-    if options["json"] and not pathlib.Path(options["json"]).parent.is_dir():
-        raise UsageError(f"--json={options['json']}: there is no such folder.")
+    check_files(options, ["json"])
     stores = [open_store(argument, options["step"]) for argument in arguments]
     if options["step"] is not None and all(store.step is None for store in stores):
         raise UsageError(f"--step={options['step']}: neither checkpoint has steps.")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import os
+import sys
+from collections.abc import Mapping
 from typing import Any
 
 from flax import linen as nn
@@ -15,6 +18,29 @@ from parity.pairs import calls
 
 # Called as they are, and so no factories.
 _VALUES = (nn.Module, nnx.Module, calls.Args, calls.Call)
+
+
+PAIR = ("linen", "nnx", "inputs")
+
+
+def make_pair(options: Mapping[str, Any]) -> tuple[Any, Any, Any, Any]:
+    """Linen's side, NNX's, inputs and calls, as the flags of a command name them.
+
+    Raises:
+      UsageError: one that is needed is not given, or cannot be made.
+    """
+    lacking = [f"--{name}" for name in PAIR if options[name] is None]
+    if lacking:
+        raise UsageError(
+            f"A pair needs --linen, --nnx and --inputs: give {lacking[0]}."
+        )
+    sys.path.insert(0, os.getcwd())
+    return (
+        make("linen", options["linen"]),
+        load("nnx", options["nnx"]),
+        make("inputs", options["inputs"]),
+        options["calls"] and make("calls", options["calls"]),
+    )
 
 
 def load(flag: str, spec: str) -> Any:

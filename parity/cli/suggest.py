@@ -8,9 +8,7 @@ The draft goes by shapes and names: read it before you use it with
 
 from __future__ import annotations
 
-import os
 import pathlib
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,8 +17,6 @@ from absl import flags
 
 from parity.cli import UsageError, factories
 from parity.pairs import checking
-
-_PAIR = ("linen", "nnx", "inputs")
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -42,19 +38,11 @@ def run(
     """Prints or writes a draft."""
     if arguments:
         raise UsageError(f"`parity suggest` takes flags only. Got {arguments[0]!r}.")
-    lacking = [f"--{name}" for name in _PAIR if options[name] is None]
-    if lacking:
-        raise UsageError(f"--linen, --nnx and --inputs are needed: give {lacking[0]}.")
     out = options["out"] and pathlib.Path(options["out"])
     if out and out.exists():
         raise UsageError(f"--out={out} exists: a reviewed file is not overwritten.")
-    sys.path.insert(0, os.getcwd())
-    draft = checking.suggest(
-        factories.make("linen", options["linen"]),
-        factories.load("nnx", options["nnx"]),
-        factories.make("inputs", options["inputs"]),
-        call=options["calls"] and factories.make("calls", options["calls"]),
-    )
+    linen, nnx, inputs, call = factories.make_pair(options)
+    draft = checking.suggest(linen, nnx, inputs, call=call)
     if out:
         out.write_text(draft)
         console.print(f"Wrote {out}: read it before you use it.", soft_wrap=True)

@@ -260,10 +260,11 @@ def _box_axes(node: Any) -> tuple[Any, ...] | None:
 
 
 def _tokens(keys: Iterable[Any]) -> Path:
-    return tuple(map(_token, keys))
+    return tuple(map(token, keys))
 
 
-def _token(key: Any) -> Token:
+def token(key: Any) -> Token:
+    """The token that a key of a pytree's path stands for."""
     for name in ("key", "idx", "name"):
         if hasattr(key, name):
             return getattr(key, name)

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import strategies as st
 
+from parity import trees
 from parity.pairs.search import draw
 
 _CALLS = "Calls must be parity.Call, a list of them, or a dict of keywords for both."
@@ -233,11 +234,7 @@ def abstract(inputs: Any) -> list[Args]:
     if is_strategy(inputs):
         inputs = Steps(first_example(inputs))
     entries = inputs if isinstance(inputs, list) else [inputs]
-    return [
-        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), step)
-        for entry in entries
-        for step in steps(entry)
-    ]
+    return [trees.abstract(step) for entry in entries for step in steps(entry)]
 
 
 def _as_args(example: Any) -> Args:

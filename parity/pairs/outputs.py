@@ -11,7 +11,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array
 
-from parity.mapping.leaves import Token, path_text
+from parity.mapping.leaves import Token, path_text, token
 from parity.trees import Difference
 
 
@@ -29,7 +29,7 @@ def plain(outputs: Any) -> Any:
 def flat(tree: Any, prefix: str) -> dict[str, Any]:
     """Leaves of a pytree by path, as `outputs/0/logits`; no two share a path."""
     return {
-        path_text((prefix, *map(_token, path))): leaf
+        path_text((prefix, *map(token, path))): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
     }
 
@@ -67,7 +67,7 @@ def _places(tree: Any, path: tuple[Token, ...], registry: Any) -> Iterator[Any]:
     entries, static = children
     yield path, _kind(tree, static)
     for key, child in entries:
-        yield from _places(child, (*path, _token(key)), registry)
+        yield from _places(child, (*path, token(key)), registry)
 
 
 def _kind(node: Any, static: Any) -> str:
@@ -131,13 +131,6 @@ def move(values: Mapping[str, Any], fixed: Iterable[str]) -> dict[str, Any]:
         else moved(x)
         for path, x in values.items()
     }
-
-
-def _token(key: Any) -> Token:
-    for attribute in ("key", "idx", "name"):
-        if hasattr(key, attribute):
-            return getattr(key, attribute)
-    return str(key)
 
 
 def _numpy(x: Any) -> np.ndarray:

@@ -26,6 +26,18 @@ class Found(NamedTuple):
     smallest: Any
     last: Any
 
+    def lines(self, again: str, prefix: str = "") -> tuple[str, ...]:
+        """What to show of the example that differs, if one does.
+
+        Args:
+          again: how to draw it once more; "" if that is not known.
+          prefix: of the call's paths in reports.
+        """
+        if self.smallest is None:
+            return ()
+        shown = f"{prefix}smallest example that differs: {self.smallest!r}"
+        return (" ".join(shown.split()), *([again] if again else []))
+
 
 class _Unequal(Exception):
     def __init__(self, example: Any, compared: Comparison):

@@ -16,7 +16,7 @@ from parity.pairs import (
 )
 from parity.pairs.frontends import Functions
 from parity.pairs.outputs import compare_containers
-from parity.pairs.pair import Pair, Run, Steps, Subject, call_key, first_args
+from parity.pairs.pair import Pair, Run, Steps, Subject, call_key
 from parity.pairs.search import search
 from parity.programs import tier as program_tier
 from parity.reporting import gate
@@ -89,14 +89,14 @@ def _programs_of(pair: Pair, subject: Subject) -> Tier:
         subject.prefix + kind: tuple(getattr(f, kind) for f in subject.functions)
         for kind in kinds
     }
-    args = first_args(subject.call, pair.nnx, pair.seed)
     values, key = pair.linen.values, call_key(pair.seed)
-    givens = [(values, args, key) for args in pair.shapes(subject)]
+    shapes = pair.shapes(subject)
+    givens = [(values, args, key) for args in shapes]
     tier = program_tier.check_programs(functions, givens, pair.platforms)
     if tier.status != "failed" or pair.abstract:
         return tier
     used = [
-        (kind, *(run.temporary_bytes(kind, values, args) for run in subject.runs))
+        (kind, *(run.temporary_bytes(kind, values, shapes[0]) for run in subject.runs))
         for kind in kinds
     ]
     lines = tuple(
@@ -143,8 +143,7 @@ def _bits_tier(pair: Pair) -> tuple[Tier, list[tolerance.Case]]:
 
 def _run(pair: Pair, subject: Subject) -> _Bits:
     """One call of both, with all its examples."""
-    details: list[str] = []
-    found = list(_compared(pair, subject, details))
+    found, examples, details = _compared(pair, subject)
     total = _compare_requests(subject) + _compare_outcomes(subject)
     total += sum((compared for _, compared in found), Comparison())
     differing = [
@@ -161,37 +160,30 @@ def _run(pair: Pair, subject: Subject) -> _Bits:
         moved = _compare_moved(pair, subject, case)
         total += moved
         differing += [case] if moved.differences else []
-    examples = sum(compared.leaves > 0 for _, compared in found)
-    return _Bits(total, examples, deterministic, tuple(differing), tuple(details))
+    return _Bits(total, examples, deterministic, tuple(differing), details)
 
 
 def _compared(
-    pair: Pair, subject: Subject, details: list[str]
-) -> Iterator[tuple[Steps, Comparison]]:
-    """Examples with what differs; of drawn ones that differ, only the smallest."""
-    if not calls.is_strategy(subject.call.inputs):
-        for steps in pair.inputs(subject):
-            yield steps, _compare(pair, subject, steps)
-        return
-    found: list[tuple[Steps, Comparison]] = []
+    pair: Pair, subject: Subject
+) -> tuple[list[tuple[Steps, Comparison]], int, tuple[str, ...]]:
+    """Examples with what differs, how many were run, and what to show.
 
-    def compare(example: Any) -> Comparison:
-        steps = calls.as_arrays(example)
-        found.append((steps, _compare(pair, subject, steps)))
-        return found[-1][1]
-
-    count = pair.examples or STRATEGY_EXAMPLES
-    smallest = search(
-        subject.call.inputs, compare, seed=pair.seed, count=count
-    ).smallest
-    if smallest is None:
-        yield from found
-        return
-    shown = f"{subject.prefix}smallest example that differs: {smallest!r}"
-    details.append(" ".join(shown.split()))
-    details += [f"again: {pair.replay}"] if pair.replay else []
-    steps = calls.as_arrays(smallest)
-    yield steps, _compare(pair, subject, steps)
+    Drawn examples stand together under the last; where some differ, that is the
+    smallest that does.
+    """
+    inputs = subject.call.inputs
+    if not calls.is_strategy(inputs):
+        found = [(s, _compare(pair, subject, s)) for s in pair.inputs(subject)]
+        return found, sum(compared.leaves > 0 for _, compared in found), ()
+    drawn = search(
+        inputs,
+        lambda example: _compare(pair, subject, calls.as_arrays(example)),
+        seed=pair.seed,
+        count=pair.examples or STRATEGY_EXAMPLES,
+    )
+    again = f"again: {pair.replay}" if pair.replay else ""
+    together = calls.as_arrays(drawn.last), drawn.compared
+    return [together], drawn.examples, drawn.lines(again, subject.prefix)
 
 
 def _compare(
@@ -202,11 +194,7 @@ def _compare(
 ) -> Comparison:
     values = pair.linen.values if values is None else values
     results = [run(values, steps) for run in subject.runs]
-    compared = compare_bytes(*results, finite=pair.finite)
-    named = tuple(
-        d._replace(path=subject.prefix + d.path) for d in compared.differences
-    )
-    return dataclasses.replace(compared, differences=named)
+    return compare_bytes(*results, finite=pair.finite).under(subject.prefix)
 
 
 def _moved(pair: Pair, subject: Subject, steps: Steps) -> tolerance.Case:
@@ -218,11 +206,7 @@ def _moved(pair: Pair, subject: Subject, steps: Steps) -> tolerance.Case:
 
 def _compare_moved(pair: Pair, subject: Subject, case: tolerance.Case) -> Comparison:
     lax = dataclasses.replace(pair, finite=False)  # not every value may be moved
-    compared = _compare(lax, subject, case.example, case.values)
-    named = tuple(
-        d._replace(path=f"(other values)/{d.path}") for d in compared.differences
-    )
-    return dataclasses.replace(compared, differences=named)
+    return _compare(lax, subject, case.example, case.values).under("(other values)/")
 
 
 def _compare_requests(subject: Subject) -> Comparison:
@@ -252,8 +236,7 @@ def _compare_outcomes(subject: Subject) -> Comparison:
         Difference(path, "missing", "nnx deletes it while it is called")
         for path in sorted(nnx.touched - nnx.state.keys())
     ]
-    named = tuple(d._replace(path=subject.prefix + d.path) for d in found)
-    return Comparison(0, 0, named)
+    return Comparison(0, 0, tuple(found)).under(subject.prefix)
 
 
 def _repeats(pair: Pair, subject: Subject, steps: Steps) -> bool:

@@ -19,7 +19,7 @@ inconclusive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from parity.programs import cost
 from parity.reporting.report import Status, Tier
 from parity.trees import Comparison, Difference
 
@@ -110,7 +111,7 @@ def check_tolerance(cases: Sequence[Case], seed: int = 0) -> Tier:
 
 def coarsest_eps(function: Callable[..., Any], *args: Any) -> float:
     """The largest machine epsilon among the floats that `function` computes."""
-    equations = _equations(jax.make_jaxpr(function)(*args).jaxpr)
+    equations = cost.equations(jax.make_jaxpr(function)(*args))
     return max((_eps(eqn) for eqn in equations), default=0.0)
 
 
@@ -302,18 +303,6 @@ def _largest(x: np.ndarray) -> float:
 def _as_wide(x: np.ndarray) -> np.ndarray:
     kind = np.complex128 if np.issubdtype(x.dtype, np.complexfloating) else np.float64
     return x.astype(kind)
-
-
-def _equations(jaxpr: Any) -> Iterable[Any]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                yield from _equations(getattr(inner, "jaxpr", inner))
-
-
-def _is_jaxpr(value: Any) -> bool:
-    return hasattr(value, "eqns") or hasattr(value, "jaxpr")
 
 
 def _eps(eqn: Any) -> float:

@@ -77,6 +77,14 @@ def count_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Cost:
     return total
 
 
+def equations(jaxpr: ClosedJaxpr | Jaxpr) -> Iterator[Any]:
+    """Every equation, those of inner jaxprs behind the one they belong to."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield equation
+        for inner in inner_jaxprs(equation.params):
+            yield from equations(inner)
+
+
 def inner_jaxprs(params: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in params.values():

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
 from parity.programs import program
 from parity.reporting.report import Status, Tier
 from parity.trees import Comparison, Difference
@@ -82,8 +80,3 @@ def _check_platforms(platforms: Sequence[str | None]) -> None:
             f"Platforms to lower for must be some of {', '.join(PLATFORMS)}. "
             f"Got {', '.join(map(str, unknown)) or 'none'}."
         )
-
-
-def abstract(tree: Any) -> Any:
-    """Shapes and dtypes instead of arrays."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
