@@ -58,3 +58,31 @@ def test_the_drafted_rules_prove_it(folder, capsys):
     draft = [x for x in command("check") if not x.startswith("--rules")]
     assert main(["suggest", *draft[1:], "--out=rules.toml"]) == 0
     assert main(command("check")) == 0
+
+
+DOUBLED = """
+from hypothesis import strategies as st
+import jax.numpy as jnp
+
+
+class Doubled(NNXMLP):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+inputs = st.just(jnp.ones((2, 8)))
+"""
+
+
+def test_the_command_that_draws_again_asks_for_the_same(folder, capsys):
+    for name, text in blocks().items():
+        (folder / name).write_text(text)
+    with (folder / "pair.py").open("a") as file:
+        file.write(DOUBLED)
+    arguments = [x.replace(":NNXMLP", ":Doubled") for x in command("check")]
+    asked = [*arguments[1:], "--seed=3", "--tiers=tree,bits", "--nofinite"]
+    assert main(["check", *asked]) == 1
+    (line,) = [x for x in capsys.readouterr().out.splitlines() if "again: " in x]
+    again = shlex.split(line.partition("again: ")[2])
+    assert again[:2] == ["parity", "check"]
+    assert set(again[2:]) == set(asked)

@@ -187,8 +187,11 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
 
 def _command(options: Mapping[str, Any]) -> str:
     """The command that draws the same examples again."""
-    named = (*factories.PAIR, "rules", "calls", "seed", "examples")
+    named = (*factories.PAIR, "rules", "calls", "oracle", "seed", "examples")
     given = [f"--{name}={options[name]}" for name in named if options[name] is not None]
+    lists = [name for name in ("methods", "tiers", "platforms") if options[name]]
+    given += [f"--{name}={','.join(options[name])}" for name in lists]
+    given += [] if options["finite"] else ["--nofinite"]
     return shlex.join(["parity", "check", *given])
 
 
