@@ -16,7 +16,16 @@ import rich.console
 from absl import flags
 
 import shared
-from parity.cli import UsageError, check, compare, diff, golden, models, suggest
+from parity.cli import (
+    UsageError,
+    check,
+    compare,
+    diff,
+    generate,
+    golden,
+    models,
+    suggest,
+)
 from parity.mapping.rules import RuleError
 from parity.oracle import OracleError
 from parity.pairs.calls import CheckError
@@ -30,6 +39,7 @@ COMMANDS = {
     "check": check,
     "compare": compare,
     "diff": diff,
+    "generate": generate,
     "models": models,
     "golden": golden,
     "suggest": suggest,

@@ -1,4 +1,4 @@
-"""The zoo's decoder in both frontends, side by side: trees, first values, bits.
+"""The zoo's decoder in both frontends, side by side: trees, values, programs, bits.
 
 Both are jitted the same way, as functions of a plain nested dict of arrays.
 """
@@ -6,7 +6,6 @@ Both are jitted the same way, as functions of a plain nested dict of arrays.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
 from typing import Any, NamedTuple
@@ -26,9 +25,13 @@ from parity.pairs import search
 from parity.programs import tier as program_tier
 from parity.reporting.report import Tier
 from parity.trees import Comparison, abstract, compare_bytes, compare_structure
+from shared import generation
 from shared.trees import Path, flatten
 
 Apply = Callable[..., shared.DecoderOutput]
+
+ROWS, LENGTH = 2, 17  # of an example
+PROMPT, STEPS = 12, 4  # tokens that are read at most, then decoded; within LENGTH
 
 
 class Example(NamedTuple):
@@ -37,6 +40,27 @@ class Example(NamedTuple):
     tokens: Any
     labels: Any
     segment_ids: Any
+
+
+class Prompt(NamedTuple):
+    """What is read before decoding: tokens [B, T] padded on the right, lengths [B]."""
+
+    tokens: Any
+    lengths: Any
+
+
+class Moment(NamedTuple):
+    """What a call with a cache gives.
+
+    Attributes:
+      logits: [B, V] after each row's last token.
+      ids: [B], their arg-max.
+      cache: continued.
+    """
+
+    logits: Any
+    ids: Any
+    cache: Any
 
 
 class Pair(NamedTuple):
@@ -87,21 +111,80 @@ def check_tree(pair: Pair) -> Tier:
     return Tier("tree", compared, note="paths, shapes, dtypes, axis names")
 
 
-def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
-    """First values from one seed, made by each frontend's own way."""
+class Side:
+    """One frontend as functions of plain trees, made once: each is traced once.
+
+    Attributes:
+      apply: the decoder as a function of its parameters.
+      forward: what it gives for an `Example`.
+      gradient: outputs, losses and every gradient; see `objective_and_gradient`.
+      prefill: reads a `Prompt` into a cache.
+      decode: reads one token a row.
+      run: `gradient`, jitted.
+      read: `prefill`, jitted.
+      step: `decode`, jitted.
+    """
+
+    def __init__(self, apply: generation.DecoderFunction):
+        self.apply = apply
+        self.forward = _forward(apply)
+        self.gradient = objective_and_gradient(apply.config, apply)
+        self.prefill, self.decode = _prefill(apply), _decode(apply)
+        self.run = jitted(self.gradient)
+        # These run a few times: compiling is what takes their time.
+        self.read = jitted(self.prefill, quick_options())
+        self.step = jitted(self.decode, quick_options())
+
+
+Sides = tuple[Side, Side]
+
+
+def make_sides(pair: Pair) -> Sides:
+    """Linen's side and NNX's."""
+    linen, other = zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)
+    return Side(linen), Side(other)
+
+
+def both(function: Callable[[Any], Any], sides: Sequence[Any]) -> list[Any]:
+    """Linen's result and NNX's, made side by side: compiling takes most of the time."""
+    with futures.ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, sides))
+
+
+def first_values(config: shared.DecoderConfig, seed: int) -> Mapping[str, Any]:
+    """Linen's parameters from a seed."""
     linen, tokens = zoo_linen.Decoder(config), jnp.zeros((1, 2), jnp.int32)
     # Under jit the forward pass of Linen's init is dead code.
-    options = _quick_options()
-    init = jax.jit(linen.init, compiler_options=options)
-    params = init(jax.random.key(seed), tokens)["params"]
+    init = jax.jit(linen.init, compiler_options=quick_options())
+    params: Mapping[str, Any] = init(jax.random.key(seed), tokens)["params"]
+    return params
+
+
+def _nnx_first_values(config: shared.DecoderConfig, seed: int) -> Mapping[str, Any]:
     build = jax.jit(
         lambda key: zoo_nnx.to_params(
             zoo_nnx.Decoder(config, rngs=nnx.Rngs(params=key))
         ),
-        compiler_options=options,
+        compiler_options=quick_options(),
     )
-    compared = compare_bytes(params, build(jax.random.key(seed)), finite=True)
-    return Tier("init", compared, note=f"first values from seed {seed}, to the bit")
+    params: Mapping[str, Any] = build(jax.random.key(seed))
+    return params
+
+
+def check_init(config: shared.DecoderConfig, seed: int) -> Tier:
+    """First values from one seed, made by each frontend's own way."""
+    return check_init_of(config, seed)[0]
+
+
+def check_init_of(
+    config: shared.DecoderConfig, seed: int
+) -> tuple[Tier, Mapping[str, Any]]:
+    """As `check_init`; with the tier come Linen's first values."""
+    ways = first_values, _nnx_first_values
+    params, others = both(lambda way: way(config, seed), ways)
+    compared = compare_bytes(params, others, finite=True)
+    note = f"first values from seed {seed}, to the bit"
+    return Tier("init", compared, note=note), params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +202,7 @@ class Drawn:
     replay: str
 
 
-def _quick_options() -> dict[str, Any] | None:
+def quick_options() -> dict[str, Any] | None:
     """For code that runs once, on the CPU: compiling is what takes its time."""
     if jax.default_backend() != "cpu":
         return None
@@ -129,29 +212,32 @@ def _quick_options() -> dict[str, Any] | None:
     }
 
 
-def check_bits(pair: Pair, examples: Iterable[Example] | Drawn) -> Tier:
+def check_bits(
+    pair: Pair, examples: Iterable[Example] | Drawn, sides: Sides | None = None
+) -> Tier:
     """Weights held, then outputs, losses and every gradient with Linen's weights.
 
     Each frontend runs the last example twice: bits say something of the next run only
     where a frontend repeats its own.
+
+    Args:
+      pair: over arrays.
+      examples: inputs.
+      sides: of the pair, if they are there already.
     """
     held = compare_bytes(pair.params, zoo_nnx.to_params(pair.nnx), finite=True)
     if not fits(held):
         return Tier("bits", held, note="weights; Linen's do not fit into NNX")
-    runs = [
-        measured(pair.config, apply)
-        for apply in (linen_apply(pair.linen), nnx_apply(pair.nnx))
-    ]
+    sides = sides or make_sides(pair)
 
     def compare(example: Example) -> Comparison:
-        # Side by side: the first call compiles, which takes most of the time.
-        with futures.ThreadPoolExecutor(2) as pool:
-            results = list(pool.map(lambda run: run(pair.params, example), runs))
+        results = both(lambda side: side.run(pair.params, example), sides)
         return compare_bytes(*results, finite=True)
 
     compared, count, last, details = _over(pair, examples, compare)
     repeated = [
-        compare_bytes(run(pair.params, last), run(pair.params, last)) for run in runs
+        compare_bytes(side.run(pair.params, last), side.run(pair.params, last))
+        for side in sides
     ]
     return Tier(
         "bits",
@@ -182,23 +268,43 @@ def _over(
     return found.compared, found.examples, found.last, found.lines(examples.replay)
 
 
-def check_program(pair: Pair, platforms: Sequence[str | None] = (None,)) -> Tier:
-    """The lowered programs of forward, and of loss with gradients; nothing is run.
+def check_program(
+    pair: Pair,
+    platforms: Sequence[str | None] = (None,),
+    sides: Sides | None = None,
+) -> Tier:
+    """The lowered programs of what decoders do; nothing is run.
+
+    That is forward, loss with gradients, prefill, and a step of decoding.
 
     Args:
       pair: arrays or abstract.
       platforms: to lower for, such as "cpu" and "tpu"; None: this machine's.
+      sides: of the pair, if they are there already.
     """
-    linen, other = linen_apply(pair.linen), nnx_apply(pair.nnx)
-    gradient = functools.partial(objective_and_gradient, pair.config)
-    functions = {
-        "forward": (_forward(linen), _forward(other)),
-        "gradient": (gradient(linen), gradient(other)),
+    linen, other = sides or make_sides(pair)
+    shape = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    params, example = abstract(pair.params), Example(shape, shape, shape)
+    prompt = Prompt(jax.ShapeDtypeStruct((ROWS, PROMPT), jnp.int32), rows)
+    cache = jax.eval_shape(lambda: new_cache(pair.config))
+    given = {
+        "forward": (params, example),
+        "gradient": (params, example),
+        "prefill": (params, prompt, cache),
+        "decode": (params, rows, cache),
     }
-    shape = jax.ShapeDtypeStruct((2, 17), jnp.int32)
-    given = abstract(pair.params), Example(shape, shape, shape)
     with jax.default_matmul_precision("highest"):
-        return program_tier.check_programs(functions, [given], platforms)
+        tiers = [
+            program_tier.check_programs(
+                {name: (getattr(linen, name), getattr(other, name))}, [args], platforms
+            )
+            for name, args in given.items()
+        ]
+    merged = program_tier.merged(tiers)
+    if merged.note != program_tier.NOTE:  # the reason why there is no verdict
+        return merged
+    return dataclasses.replace(merged, note=f"{merged.note}; prefill, decode")
 
 
 def _forward(apply: Apply) -> Callable[[Mapping[str, Any], Example], Any]:
@@ -208,42 +314,63 @@ def _forward(apply: Apply) -> Callable[[Mapping[str, Any], Example], Any]:
     return forward
 
 
+def _prefill(
+    apply: generation.DecoderFunction,
+) -> Callable[[Mapping[str, Any], Prompt, Any], Moment]:
+    def prefill(params: Mapping[str, Any], prompt: Prompt, cache: Any) -> Moment:
+        step = generation.prefill(
+            apply, params, prompt.tokens, cache, lengths=prompt.lengths
+        )
+        return _moment(step)
+
+    return prefill
+
+
+def _decode(
+    apply: generation.DecoderFunction,
+) -> Callable[[Mapping[str, Any], Array, Any], Moment]:
+    def decode(params: Mapping[str, Any], ids: Array, cache: Any) -> Moment:
+        return _moment(generation.decode(apply, params, ids, cache))
+
+    return decode
+
+
+def _moment(step: generation.Step) -> Moment:
+    return Moment(step.logits, jax.lax.argmax(step.logits, 1, np.int32), step.cache)
+
+
+def new_cache(config: shared.DecoderConfig) -> Any:
+    """An empty cache with room for a `Prompt` and the steps after it, and no more."""
+    return shared.init_cache(config, ROWS, PROMPT + STEPS)
+
+
 def fits(compared: Comparison) -> bool:
     """Whether the arrays of one tree have a place in the other."""
     return not any(d.what in ("missing", "shape") for d in compared.differences)
-
-
-def linen_apply(model: zoo_linen.Decoder) -> Apply:
-    """The Linen decoder as a function of parameters and tokens."""
-
-    def apply(params: Mapping[str, Any], *args: Any, **kw: Any) -> Any:
-        return model.apply({"params": params}, *args, **kw)
-
-    return apply
-
-
-def nnx_apply(model: nnx.Module) -> Apply:
-    """The NNX decoder as a function of parameters and tokens."""
-    graphdef, own, *others = nnx.split(model, nnx.Param, ...)
-
-    def apply(params: Mapping[str, Any], *args: Any, **kw: Any) -> Any:
-        state = jax.tree.map(lambda leaf: leaf, own)
-        nnx.replace_by_pure_dict(state, dict(params))
-        fresh = jax.tree.map(lambda leaf: leaf, others)
-        return nnx.merge(graphdef, state, *fresh)(*args, **kw)
-
-    return apply
 
 
 def measured(
     config: shared.DecoderConfig, apply: Apply
 ) -> Callable[[Mapping[str, Any], Example], dict[str, Any]]:
     """Outputs, losses and gradients of a frontend as one jitted function."""
-    run = jax.jit(objective_and_gradient(config, apply))
+    return jitted(objective_and_gradient(config, apply))
 
-    def with_precision(params: Mapping[str, Any], example: Example) -> dict[str, Any]:
+
+def jitted(
+    function: Callable[..., Any], options: dict[str, Any] | None = None
+) -> Callable[..., Any]:
+    """The function compiled, with matrix products of the highest precision.
+
+    Args:
+      function: of trees of arrays.
+      options: of the compiler.
+    """
+    # As the program tier lowers it, so that tracing and lowering are done once.
+    run = jax.jit(function, keep_unused=True, compiler_options=options)
+
+    def with_precision(*args: Any) -> Any:
         with jax.default_matmul_precision("highest"):
-            return run(params, example)
+            return run(*args)
 
     return with_precision
 
@@ -277,15 +404,15 @@ def objective_and_gradient(
 
 
 def example_strategy(
-    config: shared.DecoderConfig, length: int = 17
+    config: shared.DecoderConfig, length: int = LENGTH
 ) -> st.SearchStrategy[Example]:
     """Two rows of tokens, some of which repeat, padded or packed in any way."""
-    ids = strategies.tokens(config.vocab_size, 2, length)
-    return st.builds(Example, ids, ids, strategies.segment_ids(2, length))
+    ids = strategies.tokens(config.vocab_size, ROWS, length)
+    return st.builds(Example, ids, ids, strategies.segment_ids(ROWS, length))
 
 
 def draw_examples(
-    config: shared.DecoderConfig, seed: int, count: int = 2, length: int = 17
+    config: shared.DecoderConfig, seed: int, count: int = 2, length: int = LENGTH
 ) -> Iterable[Example]:
     """Random tokens: a plain batch first, then rows with padding and packed sequences.
 
@@ -293,7 +420,7 @@ def draw_examples(
     """
     random = np.random.default_rng(seed)
     for i in range(count):
-        tokens = random.integers(0, config.vocab_size, (2, length), dtype=np.int32)
+        tokens = random.integers(0, config.vocab_size, (ROWS, length), dtype=np.int32)
         segments = np.ones_like(tokens)
         if i:
             cut = 1 + random.integers(1, length - 3)

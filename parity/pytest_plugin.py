@@ -132,7 +132,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     for name, metavar, text in (
         ("junit", "FILE", "write the reports there, as JUnit XML, a suite each"),
         ("json", "FILE", "write the reports there, as JSON"),
-        ("fail-on", "TIERS", f"tiers that decide, of {','.join(gate.TIERS)}"),
+        ("fail-on", "TIERS", f"tiers that decide, of {','.join(gate.PAIR_TIERS)}"),
         ("baseline", "FILE", "accepted differences, TOML"),
     ):
         group.addoption(f"--parity-{name}", metavar=metavar, help=text)

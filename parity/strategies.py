@@ -20,7 +20,8 @@ import shared
 
 Part = TypeVar("Part")
 
-MIXERS = ("linear_attention", "full_attention")
+LOCAL_MIXERS = ("linear_attention", "sliding_attention")
+MIXERS = (*LOCAL_MIXERS, "full_attention")
 FEED_FORWARDS = ("moe", "dense")
 
 # What breaks careless comparisons: both zeros, the smallest and the largest subnormal
@@ -93,8 +94,13 @@ def layers(
     if form == "hybrid":
         feed_forward = draw(st.sampled_from(FEED_FORWARDS))
         full = draw(st.integers(0, period - 1))
+        local = draw(st.sampled_from(LOCAL_MIXERS))
         unit = [
-            _make(shared.LayerKind, MIXERS[position == full], feed_forward)
+            _make(
+                shared.LayerKind,
+                "full_attention" if position == full else local,
+                feed_forward,
+            )
             for position in range(period)
         ]
     else:
@@ -128,6 +134,9 @@ def decoder_configs(
     feed_forwards = {kind.feed_forward for kind in kinds}
     hidden = draw(st.sampled_from((20, 16, 24)))
     attention = draw(_attention(hidden)) if "full_attention" in mixers else None
+    sliding = None
+    if "sliding_attention" in mixers:
+        sliding = draw(_attention(hidden, st.integers(1, 5)))
     delta_net = draw(_delta_net(hidden)) if "linear_attention" in mixers else None
     moe = draw(_moe(hidden)) if "moe" in feed_forwards else None
     fields = {
@@ -146,6 +155,7 @@ def decoder_configs(
         hidden_size=hidden,
         layers=kinds,
         attention=attention,
+        sliding_attention=sliding,
         delta_net=delta_net,
         mlp=mlp,
         moe=moe,
@@ -156,7 +166,9 @@ def decoder_configs(
 
 
 @st.composite
-def _attention(draw: st.DrawFn, hidden: int) -> shared.AttentionConfig:
+def _attention(
+    draw: st.DrawFn, hidden: int, windows: st.SearchStrategy[int] | None = None
+) -> shared.AttentionConfig:
     kv_heads = draw(st.integers(1, 2))
     head_dim = draw(st.sampled_from((6, 10)))
     return _make(
@@ -167,6 +179,7 @@ def _attention(draw: st.DrawFn, hidden: int) -> shared.AttentionConfig:
         head_dim=head_dim,
         rope=_make(shared.RopeConfig, 1e4, draw(st.sampled_from((4, 0, 2, head_dim)))),
         use_bias=draw(st.booleans()),
+        window=None if windows is None else draw(windows),
     )
 
 

@@ -7,16 +7,15 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 import shared
-from parity import decoders, oracle
+from parity import decoders, decoding, oracle
 from parity.decoders import Pair
 from parity.reporting.report import Report, Tier
 from shared.trees import flatten
 
-TIERS = ("tree", "init", "program", "bits", "oracle")
+TIERS = ("tree", "init", "program", "bits", "decode", "oracle")
 WEIGHTLESS = {"tree", "program"}
 MOST_BYTES = 4 * 2**30  # of parameters, for the tiers that hold both models
 
@@ -60,30 +59,40 @@ def check_target(
     config, folder = resolve(target, layout)
     if set(chosen) - WEIGHTLESS:
         _check_size(target, config)
-    of_pair = [tier for tier in chosen if tier in ("bits", "oracle")]
-    params = None
+    of_pair = [tier for tier in chosen if tier in ("bits", "decode", "oracle")]
+    params: Mapping[str, Any] | None = None
     if folder is not None and of_pair:
         # First: what is wrong with a checkpoint is said before anything compiles.
         config, params = shared.checkpoint.load_hf(folder, **layout)
 
     results: list[Tier] = []
-    shapes = decoders.abstract_pair(config)
+    pair = decoders.abstract_pair(config)
     if "tree" in chosen:
-        results.append(decoders.check_tree(shapes))
+        results.append(decoders.check_tree(pair))
     if "init" in chosen:
-        results.append(decoders.check_init(config, seed))
-    if "program" in chosen and all(decoders.fits(tier.compared) for tier in results):
-        results.append(decoders.check_program(shapes, platforms))
+        tier, values = decoders.check_init_of(config, seed)
+        results.append(tier)
+        params = values if params is None else params
+        del values
     # A tree that does not fit the other frontend cannot be run in both.
-    if of_pair and all(decoders.fits(tier.compared) for tier in results):
+    if not all(decoders.fits(tier.compared) for tier in results):
+        return Report(target, tuple(results))
+    if of_pair:
         if params is None:
-            params = shared.init_params(jax.random.key(seed), config)
+            params = decoders.first_values(config, seed)
+        pair = decoders.make_pair(config, params)
+    sides = decoders.make_sides(pair)
+    if "program" in chosen:
+        results.append(decoders.check_program(pair, platforms, sides))
+    if of_pair:
         results += check_pair(
-            decoders.make_pair(config, params),
+            pair,
             of_pair,
             examples=_inputs(target, config, seed, examples, draw),
             golden=golden,
             golden_name=expect or "",
+            seed=seed,
+            sides=sides,
         ).tiers
     return Report(target, tuple(results))
 
@@ -95,28 +104,41 @@ def check_pair(
     examples: Iterable[decoders.Example] | decoders.Drawn | None = None,
     golden: Mapping[str, np.ndarray] | None = None,
     golden_name: str = "golden",
+    seed: int = 0,
+    sides: decoders.Sides | None = None,
 ) -> Report:
     """Checks two decoders that exist already.
 
     Args:
       pair: the two, over arrays that should be the same.
-      tiers: of "tree", "program", "bits" and "oracle".
+      tiers: of "tree", "program", "bits", "decode" and "oracle".
       examples: inputs for the bits tier; None draws some.
       golden: the reference's numbers, for the oracle tier.
       golden_name: what to call them.
+      seed: of the prompts for the decode tier, and of examples that are not given.
+      sides: of the pair, if they are there already.
     """
     results: list[Tier] = []
+    compiled = "bits" in tiers
+    sides = sides or decoders.make_sides(pair)
     if "tree" in tiers:
         results.append(decoders.check_tree(pair))
     if "program" in tiers:
-        results.append(decoders.check_program(pair))
+        results.append(decoders.check_program(pair, sides=sides))
     if "bits" in tiers:
         if examples is None:
-            examples = decoders.draw_examples(pair.config, 0)
-        results.append(decoders.check_bits(pair, examples))
+            examples = decoders.draw_examples(pair.config, seed)
+        if not isinstance(examples, decoders.Drawn):
+            examples = list(examples)
+            compiled = examples[-1].tokens.shape == (decoders.ROWS, decoders.LENGTH)
+        results.append(decoders.check_bits(pair, examples, sides))
+    if "decode" in tiers:
+        # Where the bits tier has compiled a function for this shape, it serves again.
+        plain = sides[0].run if compiled else None
+        results.append(decoding.check_decode(pair, seed, sides, plain))
     if "oracle" in tiers:
         assert golden is not None
-        apply = decoders.linen_apply(pair.linen)
+        apply = sides[0].apply
         results.append(
             oracle.check_oracle(pair.config, pair.params, apply, golden, golden_name)
         )
@@ -188,7 +210,8 @@ def _check_size(target: str, config: shared.DecoderConfig) -> None:
     size = parameter_bytes(config)
     if size > MOST_BYTES:
         raise TargetError(
-            f"{target} has {size / 2**30:.1f} GiB of parameters; the tiers init, bits "
-            f"and oracle hold both models and take at most {MOST_BYTES / 2**30:.0f} "
-            "GiB. Use --tiers=tree,program, which need no weights."
+            f"{target} has {size / 2**30:.1f} GiB of parameters; the tiers init, bits, "
+            "decode and oracle hold both models and take at most "
+            f"{MOST_BYTES / 2**30:.0f} GiB. Use --tiers=tree,program, which need no "
+            "weights."
         )

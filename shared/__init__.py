@@ -17,10 +17,17 @@ from shared.layers.decoder import (
     HiddenStates,
     abstract_params,
     active_parameters,
-    init_cache,
     init_params,
     logical_axes,
     param_specs,
+    relayout,
+)
+from shared.layers.decoder_cache import (
+    from_layer_list,
+    init_cache,
+    insert_row,
+    reset_rows,
+    to_layer_list,
 )
 from shared.params import ParamSpec
 from shared.plan import LayerPlan, PlanError, make_plan
@@ -47,11 +54,16 @@ __all__ = [
     "active_parameters",
     "checkpoint",
     "decoder_loss",
+    "from_layer_list",
     "init_cache",
     "init_params",
+    "insert_row",
     "logical_axes",
     "make_plan",
     "param_specs",
     "preset",
     "presets",
+    "relayout",
+    "reset_rows",
+    "to_layer_list",
 ]

@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import os
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
 from shared.plan import LayerPlan, make_plan
 
-Mixer = Literal["linear_attention", "full_attention"]
+Mixer = Literal["linear_attention", "sliding_attention", "full_attention"]
 FeedForward = Literal["dense", "moe"]
 
 
@@ -34,7 +34,7 @@ class LayerKind:
     feed_forward: FeedForward
 
     def __post_init__(self):
-        _one_of("mixer", self.mixer, ("linear_attention", "full_attention"))
+        _one_of("mixer", self.mixer, get_args(Mixer))
         _one_of("feed_forward", self.feed_forward, ("dense", "moe"))
 
     @property
@@ -65,7 +65,10 @@ class RopeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Gated grouped-query attention."""
+    """Gated grouped-query attention; with a `window`, to that many tokens at most.
+
+    A token counts itself: with a window of 1 it sees nothing else.
+    """
 
     hidden_size: int
     num_heads: int
@@ -75,9 +78,11 @@ class AttentionConfig:
     norm_eps: float = 1e-6
     use_bias: bool = False
     initializer_range: float = 0.02
+    window: int | None = None
 
     def __post_init__(self):
         _positive(
+            window=1 if self.window is None else self.window,
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -196,6 +201,8 @@ class DecoderConfig:
         mathematics never does.
       layers: the kind of each layer, in order.
       attention: part of the full-attention layers; None where there are none.
+      sliding_attention: part of the sliding-window layers, which has a window; None
+        where there are none.
       delta_net: part of the linear-attention layers; None where there are none.
       mlp: part of the dense feed-forward layers; None where there are none.
       moe: part of the mixture layers; None where there are none.
@@ -217,6 +224,7 @@ class DecoderConfig:
     hidden_size: int
     layers: tuple[LayerKind, ...]
     attention: AttentionConfig | None = None
+    sliding_attention: AttentionConfig | None = None
     delta_net: GatedDeltaNetConfig | None = None
     mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
@@ -276,6 +284,9 @@ class DecoderConfig:
     def _check_parts(self):
         used = {
             "attention": any(k.mixer == "full_attention" for k in self.layers),
+            "sliding_attention": any(
+                k.mixer == "sliding_attention" for k in self.layers
+            ),
             "delta_net": any(k.mixer == "linear_attention" for k in self.layers),
             "mlp": any(k.feed_forward == "dense" for k in self.layers),
             "moe": any(k.feed_forward == "moe" for k in self.layers),
@@ -292,6 +303,13 @@ class DecoderConfig:
                     f"{name}.hidden_size={part.hidden_size} differs from "
                     f"hidden_size={self.hidden_size}: every part works on the same "
                     "residual stream; make them equal."
+                )
+        for name, windowed in (("attention", False), ("sliding_attention", True)):
+            part = getattr(self, name)
+            if part is not None and (part.window is not None) != windowed:
+                raise ConfigError(
+                    f"{name}.window={part.window}: full-attention layers have no "
+                    "window (None), sliding ones need one; move the part or change it."
                 )
 
     @property

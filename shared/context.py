@@ -23,6 +23,8 @@ class Context:
       positions: [B, T], for rotary embedding.
       segment_ids: [B, T]; 0 is padding, equal positive ids are one sequence.
       layer_index: absolute index of the layer, int32 scalar.
+      cache_slot: where the layer's cache stands in the cache that it is given, which
+        holds all layers of its run; () where it holds this layer alone.
       dropout_key: key of the whole model for this call; None: no dropout.
       want_hidden: whether layers return their output in `LayerAux.hidden`.
     """
@@ -30,6 +32,7 @@ class Context:
     positions: Array
     segment_ids: Array
     layer_index: Array
+    cache_slot: tuple[Array, ...] = ()
     dropout_key: Array | None = None
     want_hidden: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -38,9 +41,11 @@ class Context:
         """Whether dropout is off."""
         return self.dropout_key is None
 
-    def at_layer(self, index: ArrayLike) -> Context:
+    def at_layer(self, index: ArrayLike, cache_slot: tuple[Array, ...] = ()) -> Context:
         """The context of the layer with absolute index `index`."""
-        return dataclasses.replace(self, layer_index=jnp.asarray(index))
+        return dataclasses.replace(
+            self, layer_index=jnp.asarray(index), cache_slot=cache_slot
+        )
 
     def layer_dropout_key(self) -> Array:
         """The dropout key of this layer: equal in every layout and frontend."""
@@ -55,6 +60,7 @@ class Context:
         positions: ArrayLike | None = None,
         segment_ids: ArrayLike | None = None,
         start: Array | None = None,
+        segment: Array | None = None,
         dropout_key: Array | None = None,
         want_hidden: bool = False,
     ) -> Context:
@@ -63,6 +69,8 @@ class Context:
         Positions default to 0, 1, 2 … within each row; rotary embedding only sees
         differences, so padding and packed sequences need no others. With `start` [B],
         the number of tokens a cache has seen, the real tokens of a row count on.
+        Segment ids default to 1, or to `segment` [B], the sequence that a row is in,
+        where that is not 0.
 
         Raises:
           ValueError: shapes differ, or there are no tokens.
@@ -71,7 +79,9 @@ class Context:
             raise ValueError(
                 f"tokens must be [batch, time] with at least one of each. Got {shape}."
             )
-        if segment_ids is None:
+        if segment_ids is None and segment is not None:
+            segment_ids = jnp.broadcast_to(jnp.maximum(segment, 1)[:, None], shape)
+        elif segment_ids is None:
             segment_ids = jnp.ones(shape, jnp.int32)
         segment_ids = jnp.asarray(segment_ids)
         if positions is None and start is not None:

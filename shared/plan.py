@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 logger = logging.getLogger(__name__)
@@ -211,6 +212,14 @@ def run_indices(group: Group, run: Run) -> np.ndarray:
     """The absolute index of each layer of a run, int32, shaped as its stack axes."""
     indices = [index for index, _ in layer_slots(group, run)]
     return np.array(indices, np.int32).reshape(stack_sizes(group, run))
+
+
+def cache_slot(group: Group, run: Run, index: ArrayLike) -> tuple[Array, ...]:
+    """Where layer `index` of a run stands in the run's stack axes, as int32 scalars."""
+    since = jnp.asarray(index, jnp.int32) - group.start
+    repeat, place = jnp.divmod(since, jnp.int32(group.period))
+    slot = () if group.repeats is None else (repeat,)
+    return (*slot, place - run.offset) if run.stacked else slot
 
 
 def map_layers(make: Callable[[Array], Any], indices: np.ndarray, traced: bool) -> Any:

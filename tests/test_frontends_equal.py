@@ -61,8 +61,8 @@ def params_of(config, seed=0):
 @functools.cache
 def apply_of(frontend, config):
     if frontend == "linen":
-        return decoders.linen_apply(zoo_linen.Decoder(config))
-    return decoders.nnx_apply(zoo_nnx.from_params(config, params_of(config)))
+        return zoo_linen.as_function(zoo_linen.Decoder(config))
+    return zoo_nnx.as_function(zoo_nnx.from_params(config, params_of(config)))
 
 
 @functools.cache

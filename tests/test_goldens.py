@@ -13,6 +13,8 @@ import numpy as np
 import pytest
 
 import shared
+import zoo_linen
+import zoo_nnx
 from parity import decoders, oracle
 from shared.trees import flatten
 
@@ -43,8 +45,8 @@ def frontend(case: str, scan_layers: bool, name: str):
     config, params = load(case, scan_layers)
     pair = decoders.make_pair(config, params)
     if name == "linen":
-        return decoders.linen_apply(pair.linen)
-    return decoders.nnx_apply(pair.nnx)
+        return zoo_linen.as_function(pair.linen)
+    return zoo_nnx.as_function(pair.nnx)
 
 
 every_model = pytest.mark.parametrize(
@@ -124,7 +126,7 @@ def test_in_float64_nothing_is_left_of_the_difference(case):
         )
         config = config.replace(dtype="float64")
         pair = decoders.make_pair(config, params)
-        run = jax.jit(decoders.nnx_apply(pair.nnx))
+        run = jax.jit(zoo_nnx.as_function(pair.nnx))
         with np.load(GOLDENS / case / "numpy64.npz") as truth:
             tokens = golden(case)["fwd/65/input_ids"]
             logits = np.asarray(run(params, tokens).logits)

@@ -19,6 +19,8 @@ import numpy as np
 import pytest
 
 import shared
+import zoo_linen
+import zoo_nnx
 from parity import decoders, oracle
 from parity.trees import compare_bytes
 from shared.layers import (
@@ -131,7 +133,7 @@ def key_heads_tiled_in_attention(patch):
     """Query head n reads key head n % K, not n // (N / K)."""
     original = attention.attend
 
-    def attend(q, segment_ids, index, sources, *, scale):
+    def attend(q, segment_ids, index, sources, **options):
         sources = [
             source._replace(
                 keys=tile_heads(source.keys, q.shape[2]),
@@ -139,7 +141,7 @@ def key_heads_tiled_in_attention(patch):
             )
             for source in sources
         ]
-        return original(q, segment_ids, index, sources, scale=scale)
+        return original(q, segment_ids, index, sources, **options)
 
     patch.setattr(attention, "attend", attend)
 
@@ -147,7 +149,11 @@ def key_heads_tiled_in_attention(patch):
 def scores_not_scaled(patch):
     """Scores are not divided by sqrt(H)."""
     original = attention.attend
-    patch.setattr(attention, "attend", lambda *args, scale: original(*args, scale=1.0))
+    patch.setattr(
+        attention,
+        "attend",
+        lambda *args, scale, window: original(*args, scale=1.0, window=window),
+    )
 
 
 def attention_sees_the_next_token(patch):
@@ -514,7 +520,7 @@ class Model(NamedTuple):
 def load(name):
     config, params = shared.checkpoint.load_hf(GOLDENS / name)
     pair = decoders.make_pair(config, params)
-    frontends = decoders.linen_apply(pair.linen), decoders.nnx_apply(pair.nnx)
+    frontends = zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)
     return Model(params, frontends, oracle.read_golden(GOLDENS / name / "golden.npz"))
 
 

@@ -60,9 +60,9 @@ def weights(config):
 def decoder_apply(config, frontend):
     """The frontend's decoder as a function of parameters and tokens."""
     if frontend == "linen":
-        return decoders.linen_apply(zoo_linen.Decoder(config))
+        return zoo_linen.as_function(zoo_linen.Decoder(config))
     build = lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0))
-    return decoders.nnx_apply(nnx.eval_shape(build))
+    return zoo_nnx.as_function(nnx.eval_shape(build))
 
 
 @functools.cache
@@ -350,7 +350,7 @@ XLA_DEFAULTS = {
 def test_a_decoder_by_nnx_scan_gives_the_same_numbers_and_gradients():
     results = []
     for build in (ScannedDecoder, zoo_nnx.Decoder):
-        apply = decoders.nnx_apply(abstract(build))
+        apply = zoo_nnx.as_function(abstract(build))
 
         # With the optimisations that users have: without them, as in the other tests,
         # jax 0.12 rounds one gradient of the two programs apart.

@@ -3,6 +3,7 @@
 from zoo_linen import partitioning
 from zoo_linen.decoder import Decoder
 from zoo_linen.decoder_layer import DecoderLayer
+from zoo_linen.function import DecoderFunction, as_function
 from zoo_linen.gated_attention import GatedAttention
 from zoo_linen.gated_delta_net import GatedDeltaNet
 from zoo_linen.mlp import MLP
@@ -11,10 +12,12 @@ from zoo_linen.sparse_moe import Experts, SparseMoE
 __all__ = [
     "MLP",
     "Decoder",
+    "DecoderFunction",
     "DecoderLayer",
     "Experts",
     "GatedAttention",
     "GatedDeltaNet",
     "SparseMoE",
+    "as_function",
     "partitioning",
 ]

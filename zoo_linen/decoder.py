@@ -53,6 +53,7 @@ class Decoder(nn.Module):
         positions: Array | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Any = None,
+        logits_at: Int[Array, "B N"] | None = None,
         deterministic: bool = True,
         output_hidden_states: bool = False,
     ) -> DecoderOutput:
@@ -63,9 +64,12 @@ class Decoder(nn.Module):
           positions: for rotary embedding; None counts in each row, from 0 or from
             where the cache is.
           segment_ids: 0 is padding, equal positive ids are one sequence; None: one
-            sequence a row.
+            sequence a row, with a cache the one that the row is in.
           cache: from `shared.init_cache` or an earlier call, to continue from. A row
-            goes on with the sequence whose segment id it repeats.
+            goes on with the sequence whose segment id it repeats. Too many tokens for
+            it are an error; inside `jit` the row's logits are NaN.
+          logits_at: places in each row whose logits are wanted, such as the last;
+            None: all.
           deterministic: False draws dropout from the `dropout` stream.
           output_hidden_states: whether to return the residual stream after each layer.
         """
@@ -89,9 +93,8 @@ class Decoder(nn.Module):
             x, new_cache[group.name], aux[group.name] = self._run(
                 group, x, context, None if cache is None else cache[group.name]
             )
-        return decoder.output(
-            weights, embedding, x, None if cache is None else new_cache, aux, config
-        )
+        held = None if cache is None else new_cache
+        return decoder.output(weights, embedding, x, held, aux, config, logits_at)
 
     def logical_axes(self) -> dict[str, Any]:
         """The logical axis names of every parameter of the zoo's own layers."""
@@ -105,18 +108,13 @@ class Decoder(nn.Module):
         (first, *_) = group.runs
         if first.name is None:
             layer = self.layer(self.config, first.kind, name=group.name)
-            x, (cache, aux) = run_layers(
-                layer, first, x, context, (indices, cache), self.config
+            (x, cache), aux = run_layers(
+                layer, group, first, (x, cache), context, indices, self.config
             )
             return x, cache, aux
-        per_layer = {
-            run.name: (indices[run.name], None if cache is None else cache[run.name])
-            for run in group.runs
-        }
         block = Block(self.config, group, self.layer, name=group.name)
-        x, results = run_group(block, group, x, context, per_layer)
-        caches = {name: cache for name, (cache, _) in results.items()}
-        return x, caches, {name: aux for name, (_, aux) in results.items()}
+        (x, cache), aux = run_group(block, group, (x, cache), context, indices)
+        return x, cache, aux
 
     def _dropout_key(self, deterministic: bool) -> Array | None:
         if deterministic or self.config.dropout_rate == 0.0:

@@ -46,10 +46,10 @@ class DecoderLayer(nn.Module):
         config, dtype = self.config, jnp.dtype(self.config.param_dtype)
         self.weights = declare(self, decoder_layer.norm_specs(config), dtype)
         mixer, feed_forward = decoder_layer.parts(config, self.kind)
-        if self.kind.mixer == "full_attention":
-            self.self_attn = GatedAttention(mixer, dtype)
-        else:
+        if self.kind.mixer == "linear_attention":
             self.linear_attn = GatedDeltaNet(mixer, dtype)
+        else:
+            self.self_attn = GatedAttention(mixer, dtype)
         dense = self.kind.feed_forward == "dense"
         self.mlp: Any = (MLP if dense else SparseMoE)(feed_forward, dtype)
 

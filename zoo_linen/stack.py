@@ -14,8 +14,9 @@ from shared.config import DecoderConfig, resolve_remat_policy
 from shared.context import Context
 from shared.layers.decoder import STACK_AXES
 from shared.layers.decoder_layer import KEEP_SINGLE_TRIP
-from shared.plan import Group, Run
+from shared.plan import Group, Run, cache_slot
 
+Carry = tuple[Array, Any]  # the residual stream and the caches of what is run
 REST = nn.DenyList("params")  # everything a layer may own besides its parameters
 
 
@@ -34,54 +35,68 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, x: Array, context: Context, per_layer: Mapping[str | None, Any]
-    ) -> tuple[Array, dict[str | None, Any]]:
-        """Runs the block; `per_layer` holds (index, cache), the result (cache, aux)."""
-        results: dict[str | None, Any] = {}
+        self, carry: Carry, context: Context, indices: Mapping[str | None, Any]
+    ) -> tuple[Carry, dict[str | None, Any]]:
+        """Runs the block; caches and results are held by the name of the run."""
+        x, caches = carry
+        new_caches, aux = {}, {}
         for run in self.group.runs:
             layer = self.layer(self.config, run.kind, name=run.name)
-            x, results[run.name] = run_layers(
-                layer, run, x, context, per_layer[run.name], self.config
+            carry = x, None if caches is None else caches[run.name]
+            carry, aux[run.name] = run_layers(
+                layer, self.group, run, carry, context, indices[run.name], self.config
             )
-        return x, results
+            x, new_caches[run.name] = carry
+        return (x, None if caches is None else new_caches), aux
 
 
 def run_group(
     block: Block,
     group: Group,
-    x: Array,
+    carry: Carry,
     context: Context,
-    per_layer: Mapping[str | None, Any],
-) -> tuple[Array, dict[str | None, Any]]:
+    indices: Mapping[str | None, Any],
+) -> tuple[Carry, dict[str | None, Any]]:
     """Runs a block once, or scans it over its repeats."""
     if group.repeats is None:
-        return block(x, context, per_layer)
+        return block(carry, context, indices)
     scan = _scan(Block.__call__, group.repeats, STACK_AXES[0], block.config)
-    return scan(block, x, context, per_layer)
+    return scan(block, carry, context, indices)
 
 
 def run_layers(
     layer: nn.Module,
+    group: Group,
     run: Run,
-    x: Array,
+    carry: Carry,
     context: Context,
-    per_layer: Any,
+    indices: Any,
     config: DecoderConfig,
-) -> tuple[Array, Any]:
+) -> tuple[Carry, Any]:
     """Runs equal layers by scan; a single layer in a scan of length one.
+
+    Caches of stacked layers are carried whole, and each layer writes into them what is
+    its own: as inputs and outputs of the scan they would be copied at every step.
 
     The scan of length one closes over the weights: carried, they would be saved for
     the backward pass of every block. Of the layer's other variables it carries those
     that may change; what is made on the way, such as sown values, has no stack axis.
     """
-    step = _step
+
+    def step(
+        layer: nn.Module, carry: Carry, context: Context, index: Array
+    ) -> tuple[Carry, Any]:
+        x, cache = carry
+        slot = () if cache is None else cache_slot(group, run, index)
+        x, cache, aux = layer(x, context.at_layer(index, slot), cache)
+        return (x, cache), aux
+
     if config.remat_policy != "none":
         policy = resolve_remat_policy(config.remat_policy)
-        step = nn.remat(_step, policy=policy, prevent_cse=False)
+        step = nn.remat(step, policy=policy, prevent_cse=False)
     if run.stacked:
-        return _scan(step, run.length, STACK_AXES[1], config)(
-            layer, x, context, per_layer
-        )
+        scan = _scan(step, run.length, STACK_AXES[1], config)
+        return scan(layer, carry, context, indices)
     held = [n for n in layer.variables if n not in ("params", "intermediates")]
     changing = [name for name in held if layer.is_mutable_collection(name)]
     fixed = ["params", *(name for name in held if name not in changing)]
@@ -98,8 +113,8 @@ def run_layers(
     )
     once = nn.map_variables(once, made, _add_axis, _drop_axis, mutable=True)
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
-        x, result = once(layer, x, context, per_layer)
-    return x, _drop_axis(result)
+        carry, aux = once(layer, carry, context, indices)
+    return carry, _drop_axis(aux)
 
 
 def _add_axis(tree: Any) -> Any:
@@ -108,14 +123,6 @@ def _add_axis(tree: Any) -> Any:
 
 def _drop_axis(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[0], tree)
-
-
-def _step(
-    layer: nn.Module, x: Array, context: Context, per_layer: Any
-) -> tuple[Array, Any]:
-    index, cache = per_layer
-    x, cache, aux = layer(x, context.at_layer(index), cache)
-    return x, (cache, aux)
 
 
 def _scan(

@@ -2,6 +2,7 @@
 
 from zoo_nnx.decoder import Decoder
 from zoo_nnx.decoder_layer import DecoderLayer
+from zoo_nnx.function import DecoderFunction, as_function
 from zoo_nnx.gated_attention import GatedAttention
 from zoo_nnx.gated_delta_net import GatedDeltaNet
 from zoo_nnx.mlp import MLP
@@ -11,11 +12,13 @@ from zoo_nnx.state import from_params, to_params
 __all__ = [
     "MLP",
     "Decoder",
+    "DecoderFunction",
     "DecoderLayer",
     "Experts",
     "GatedAttention",
     "GatedDeltaNet",
     "SparseMoE",
+    "as_function",
     "from_params",
     "to_params",
 ]

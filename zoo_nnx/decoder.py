@@ -72,6 +72,7 @@ class Decoder(nnx.Module):
         positions: Array | None = None,
         segment_ids: Int[Array, "B T"] | None = None,
         cache: Any = None,
+        logits_at: Int[Array, "B N"] | None = None,
         deterministic: bool | None = None,
         output_hidden_states: bool = False,
         rngs: nnx.Rngs | None = None,
@@ -83,9 +84,12 @@ class Decoder(nnx.Module):
           positions: for rotary embedding; None counts in each row, from 0 or from
             where the cache is.
           segment_ids: 0 is padding, equal positive ids are one sequence; None: one
-            sequence a row.
+            sequence a row, with a cache the one that the row is in.
           cache: from `shared.init_cache` or an earlier call, to continue from. A row
-            goes on with the sequence whose segment id it repeats.
+            goes on with the sequence whose segment id it repeats. Too many tokens for
+            it are an error; inside `jit` the row's logits are NaN.
+          logits_at: places in each row whose logits are wanted, such as the last;
+            None: all.
           deterministic: whether dropout is off; None: as set by `train()` and `eval()`.
           output_hidden_states: whether to return the residual stream after each layer.
           rngs: a `dropout` stream to use instead of the model's own.
@@ -105,7 +109,7 @@ class Decoder(nnx.Module):
         weights = values(self, decoder.outer_specs(config))
         embedding = decoder.embed(weights, tokens, context, config)
         x, cache, aux = run_plan(self, config, embedding, context, cache)
-        return decoder.output(weights, embedding, x, cache, aux, config)
+        return decoder.output(weights, embedding, x, cache, aux, config, logits_at)
 
     def logical_axes(self) -> dict[str, Any]:
         """The logical axis names of every parameter of the zoo's own layers."""

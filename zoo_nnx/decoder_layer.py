@@ -43,10 +43,10 @@ class DecoderLayer(nnx.Module):
 
         mixer, feed_forward = decoder_layer.parts(config, kind)
         own = child_rngs(key, decoder_layer.mixer_name(kind))
-        if kind.mixer == "full_attention":
-            self.self_attn = GatedAttention(mixer, param_dtype=dtype, rngs=own)
-        else:
+        if kind.mixer == "linear_attention":
             self.linear_attn = GatedDeltaNet(mixer, param_dtype=dtype, rngs=own)
+        else:
+            self.self_attn = GatedAttention(mixer, param_dtype=dtype, rngs=own)
         make: Any = MLP if kind.feed_forward == "dense" else SparseMoE
         own = child_rngs(key, "mlp")
         self.mlp = make(feed_forward, param_dtype=dtype, rngs=own)

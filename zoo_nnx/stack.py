@@ -25,6 +25,7 @@ from shared.layers.decoder_layer import KEEP_SINGLE_TRIP
 from shared.plan import (
     Group,
     Run,
+    cache_slot,
     insert,
     map_layers,
     node_at,
@@ -35,6 +36,8 @@ from shared.plan import (
 )
 
 LayerFactory = Callable[[Array, Any], nnx.Module]  # from index and kind
+RunPath = tuple[str, ...]
+Carry = tuple[Array, Any]  # the residual stream and the caches of what is run
 States = tuple[nnx.State, nnx.State]  # parameters, and everything else
 
 
@@ -102,20 +105,28 @@ def run_plan(
         run_path(group, run): _find(model, run_path(group, run))
         for group, run in config.plan.runs()
     }
-    graphdefs, states, per_layer = {}, {}, {}
+    graphdefs, states = {}, {}
     for path, module in modules.items():
         graphdefs[path], *states[path] = nnx.split(module, nnx.Param, ...)
-        per_layer[path] = _below(config.plan.indices(), path), _below(cache, path)
+    indices = {path: node_at(config.plan.indices(), path) for path in modules}
+    held = None
+    if cache is not None:
+        held = {path: node_at(cache, path) for path in modules}
     static = tuple(sorted(graphdefs.items(), key=lambda item: item[0]))
-    x, results = _run_groups(static, config, states, x, context, per_layer)
+    (x, held), results = _run_groups(
+        static, config, states, (x, held), context, indices
+    )
 
-    caches: dict[str, Any] = {}
     aux: dict[str, Any] = {}
-    for path, (owned, run_cache, run_aux) in results.items():
+    for path, (owned, run_aux) in results.items():
         nnx.update(modules[path], owned)
-        insert(caches, path, run_cache)
         insert(aux, path, run_aux)
-    return x, None if cache is None else caches, aux
+    if held is None:
+        return x, None, aux
+    caches: dict[str, Any] = {}
+    for path, run_cache in held.items():
+        insert(caches, path, run_cache)
+    return x, caches, aux
 
 
 # Compiled by itself, so that a call outside `jit` traces the layers once, not every
@@ -124,20 +135,24 @@ def run_plan(
 def _run_groups(
     graphdefs: tuple[tuple[tuple[str, ...], nnx.GraphDef], ...],
     config: DecoderConfig,
-    states: Mapping[tuple[str, ...], States],
-    x: Array,
+    states: Mapping[RunPath, States],
+    carry: Carry,
     context: Context,
-    per_layer: Mapping[tuple[str, ...], Any],
-) -> tuple[Array, dict[tuple[str, ...], Any]]:
-    """The groups in order; results are (owned state, cache, aux) by path of the run."""
-    results: dict[tuple[str, ...], Any] = {}
+    indices: Mapping[RunPath, Any],
+) -> tuple[Carry, dict[RunPath, Any]]:
+    """The groups in order; results are (owned state, aux) by path of the run."""
+    x, caches = carry
+    new_caches: dict[RunPath, Any] = {}
+    results: dict[RunPath, Any] = {}
     for group in config.plan.groups:
         paths = [run_path(group, run) for run in group.runs]
         block = _Block(dict(graphdefs), group, context, config)
-        inputs = {path: (states[path], per_layer[path]) for path in paths}
-        x, group_results = block.run(x, inputs)
-        results.update(group_results)
-    return x, results
+        inputs = {path: (states[path], indices[path]) for path in paths}
+        held = None if caches is None else {path: caches[path] for path in paths}
+        (x, held), group_results = block.run((x, held), inputs)
+        new_caches |= held or {}
+        results |= group_results
+    return (x, None if caches is None else new_caches), results
 
 
 class _Block:
@@ -153,46 +168,56 @@ class _Block:
         self.graphdefs, self.group = graphdefs, group
         self.context, self.config = context, config
 
-    def run(self, x: Array, inputs: Mapping[tuple[str, ...], Any]) -> tuple[Array, Any]:
-        """The group once, or scanned over its repeats."""
+    def run(self, carry: Carry, inputs: Mapping[RunPath, Any]) -> tuple[Carry, Any]:
+        """The group once, or scanned over its repeats.
+
+        Caches of stacked layers are carried whole, and each layer writes into them what
+        is its own: as inputs and outputs of a scan they would be copied at every step.
+        """
         if self.group.repeats is None:
-            return self(x, inputs)
+            return self(carry, inputs)
         axis = self.config.param_scan_axis
         xs = {
-            path: ((_to_front(params, axis), _to_front(rest, 0)), per_layer)
-            for path, ((params, rest), per_layer) in inputs.items()
+            path: ((_to_front(params, axis), _to_front(rest, 0)), index)
+            for path, ((params, rest), index) in inputs.items()
         }
-        x, results = jax.lax.scan(self, x, xs, length=self.group.repeats)
-        return x, {
-            path: (_add_axis_name(owned, STACK_AXES[0]), cache, aux)
-            for path, (owned, cache, aux) in results.items()
+        carry, results = jax.lax.scan(self, carry, xs, length=self.group.repeats)
+        return carry, {
+            path: (_add_axis_name(owned, STACK_AXES[0]), aux)
+            for path, (owned, aux) in results.items()
         }
 
     def __call__(
-        self, x: Array, inputs: Mapping[tuple[str, ...], Any]
-    ) -> tuple[Array, Any]:
-        results = {}
+        self, carry: Carry, inputs: Mapping[RunPath, Any]
+    ) -> tuple[Carry, Any]:
+        x, caches = carry
+        new_caches, results = {}, {}
         for run in self.group.runs:
             path = run_path(self.group, run)
-            states, per_layer = inputs[path]
-            step = _layer_step(self.graphdefs[path], self.config)
+            states, index = inputs[path]
+            carry = x, None if caches is None else caches[path]
+            step = _layer_step(self.graphdefs[path], self.group, run, self.config)
             run_layers = _scan_layers if run.stacked else _single_layer
-            x, results[path] = run_layers(
-                step, states, x, self.context, per_layer, self.config
+            carry, results[path] = run_layers(
+                step, states, carry, self.context, index, self.config
             )
-        return x, results
+            x, new_caches[path] = carry
+        return (x, None if caches is None else new_caches), results
 
 
-def _layer_step(graphdef: nnx.GraphDef, config: DecoderConfig) -> Callable[..., Any]:
+def _layer_step(
+    graphdef: nnx.GraphDef, group: Group, run: Run, config: DecoderConfig
+) -> Callable[..., Any]:
     """One layer as a pure function; weights first, as in Linen's lifted `remat`."""
 
     def step(
-        params: nnx.State, rest: nnx.State, x: Array, context: Context, per_layer: Any
-    ) -> tuple[Array, Any]:
-        index, cache = per_layer
+        params: nnx.State, rest: nnx.State, carry: Carry, context: Context, index: Array
+    ) -> tuple[Carry, Any]:
+        x, cache = carry
+        slot = () if cache is None else cache_slot(group, run, index)
         layer = nnx.merge(graphdef, _fresh(params), _fresh(rest))
-        x, cache, aux = layer(x, context.at_layer(index), cache)
-        return x, (_owned(layer, params), cache, aux)
+        x, cache, aux = layer(x, context.at_layer(index, slot), cache)
+        return (x, cache), (_owned(layer, params), aux)
 
     if config.remat_policy == "none":
         return step
@@ -203,41 +228,41 @@ def _layer_step(graphdef: nnx.GraphDef, config: DecoderConfig) -> Callable[..., 
 def _scan_layers(
     step: Callable[..., Any],
     states: States,
-    x: Array,
+    carry: Carry,
     context: Context,
-    per_layer: Any,
+    indices: Any,
     config: DecoderConfig,
-) -> tuple[Array, Any]:
+) -> tuple[Carry, Any]:
     params, rest = _to_front(states[0], config.param_scan_axis), _to_front(states[1], 0)
 
-    def body(x, inputs):
-        params, rest, per_layer = inputs
-        return step(params, rest, x, context, per_layer)
+    def body(carry, inputs):
+        params, rest, index = inputs
+        return step(params, rest, carry, context, index)
 
-    x, (owned, cache, aux) = jax.lax.scan(body, x, (params, rest, per_layer))
-    return x, (_add_axis_name(owned, STACK_AXES[1]), cache, aux)
+    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, indices))
+    return carry, (_add_axis_name(owned, STACK_AXES[1]), aux)
 
 
 def _single_layer(
     step: Callable[..., Any],
     states: States,
-    x: Array,
+    carry: Carry,
     context: Context,
-    per_layer: Any,
+    index: Array,
     config: DecoderConfig,
-) -> tuple[Array, Any]:
+) -> tuple[Carry, Any]:
     """A scan of length one that closes over the weights.
 
     Carried, they would be saved for the backward pass of every block.
     """
     del config
 
-    def body(x, _):
-        return step(*states, x, context, per_layer)
+    def body(carry, _):
+        return step(*states, carry, context, index)
 
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
-        x, result = jax.lax.scan(body, x, None, length=1)
-    return x, jax.tree.map(lambda leaf: leaf[0], result)
+        carry, result = jax.lax.scan(body, carry, None, length=1)
+    return carry, jax.tree.map(lambda leaf: leaf[0], result)
 
 
 def _owned(layer: nnx.Module, params: nnx.State) -> nnx.State:
@@ -305,7 +330,3 @@ def _find(model: nnx.Module, path: tuple[str, ...]) -> nnx.Module:
     for name in path:
         model = getattr(model, name)
     return model
-
-
-def _below(tree: Any, path: tuple[str, ...]) -> Any:
-    return None if tree is None else node_at(tree, path)

@@ -53,15 +53,15 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list(
         "tiers",
         None,
-        f"Tiers to check, of {','.join(gate.TIERS)}. Default: all; tolerance where "
-        "bits differ, oracle if there is one.",
+        f"Tiers to check, of {','.join(gate.TIERS)}. Default: all; tolerance "
+        "where bits of a pair differ, decode for TARGET, oracle if there is one.",
         flag_values=values,
     )
     flags.DEFINE_string(
         "fail_on",
         None,
         "Tiers that decide: tree always, one of program, bits (default), tolerance; "
-        "init and oracle as asked. Default for TARGET: every tier.",
+        "init, decode and oracle as asked. Default for TARGET: every tier.",
         flag_values=values,
     )
     flags.DEFINE_list(
@@ -174,7 +174,7 @@ def _check_pair(arguments: Sequence[str], options: Mapping[str, Any]) -> Report:
         rules=options["rules"],
         call=call,
         methods=options["methods"],
-        tiers=gate.TIERS if options["tiers"] is None else options["tiers"],
+        tiers=gate.PAIR_TIERS if options["tiers"] is None else options["tiers"],
         seed=options["seed"],
         examples=options["examples"],
         oracle=options["oracle"] and factories.make("oracle", options["oracle"]),

@@ -18,7 +18,8 @@ from flax import nnx
 from jaxtyping import Array
 
 import shared
-from parity.decoders import Pair, nnx_apply
+import zoo_nnx
+from parity.decoders import Pair
 from shared.layers import decoder
 from shared.trees import flatten, path_text
 
@@ -127,7 +128,7 @@ def linen_ways(pair: Pair, tokens: Array) -> list[Way]:
 def nnx_ways(pair: Pair, tokens: Array) -> list[Way]:
     """NNX with its parameters outside the module, and over leaves flattened once."""
     graphdef, state = nnx.split(pair.nnx)
-    of_dict = nnx_apply(pair.nnx)
+    of_dict = zoo_nnx.as_function(pair.nnx)
 
     def first_of_dict(params: Mapping[str, Any], tokens: Array) -> Array:
         return _first(of_dict(params, tokens, output_hidden_states=True))

@@ -173,8 +173,8 @@ def measure_programs(
     rows, same = [], {}
     for name in functions:
         of_sides = {
-            "linen": _function(name, pair.config, decoders.linen_apply(pair.linen)),
-            "nnx": _function(name, pair.config, decoders.nnx_apply(pair.nnx)),
+            "linen": _function(name, pair.config, zoo_linen.as_function(pair.linen)),
+            "nnx": _function(name, pair.config, zoo_nnx.as_function(pair.nnx)),
         }
         measured, same[name] = _measure_function(of_sides, pair.params, tokens, repeats)
         rows += [

@@ -17,7 +17,7 @@ from parity.pairs.pair import Options, all_leaves, make_sides, prepare
 from parity.pairs.reference import Oracle
 from parity.pairs.tiers import run_tiers
 from parity.reporting import gate
-from parity.reporting.gate import TIERS
+from parity.reporting.gate import PAIR_TIERS as TIERS
 from parity.reporting.report import Report
 
 

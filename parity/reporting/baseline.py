@@ -1,7 +1,7 @@
 """Accepted differences: a TOML file with a reason and an expiry for each.
 
     [[accept]]
-    tier = "bits"                        # or "tolerance"
+    tier = "bits"                        # or "decode", "tolerance"
     path = "gradient/params/**/kernel"   # exact, or * for a name, ** for any names
     max_ulps = 4                         # max_abs, or both: then both must hold
     reason = "XLA fuses the bias differently since jax 0.12, openxla/xla#12345"
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from parity.reporting.report import Accepted, Report, Status, Tier
     from parity.trees import Difference
 
-TIERS = ("bits", "tolerance")
+TIERS = ("bits", "decode", "tolerance")
 _LIMITS = ("max_ulps", "max_abs")
 _NEEDED = ("tier", "path", "reason", "expires")
 _KEYS = {*_NEEDED, *_LIMITS, "target"}
@@ -42,7 +42,7 @@ class Entry(NamedTuple):
 
     Attributes:
       number: of the entry in its file, from 1.
-      tier: "bits" or "tolerance".
+      tier: "bits", "decode" or "tolerance".
       path: of the leaves, exact or with `*` and `**`.
       reason: why.
       expires: the last day on which it holds.

@@ -2,8 +2,8 @@
 
 The tree always counts. Of the levels of equality the one that is named counts, bits if
 none is: `program` (equal for all inputs) is stricter than `bits` (equal on the inputs
-that were run), and `tolerance` laxer. `init` and `oracle` come on top. An oracle that
-ran and failed fails every verdict.
+that were run), and `tolerance` laxer. `init`, `decode` and `oracle` come on top. An
+oracle that ran and failed fails every verdict.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from parity.reporting.report import Report
 
-TIERS = ("tree", "init", "program", "bits", "tolerance", "oracle")
+TIERS = ("tree", "init", "program", "bits", "decode", "tolerance", "oracle")
+PAIR_TIERS = tuple(name for name in TIERS if name != "decode")  # of any two modules
 LEVELS = ("program", "bits", "tolerance")
 
 

@@ -25,6 +25,7 @@ from parity.trees import Comparison, Difference
 Status = Literal["proved", "accepted", "failed", "inconclusive", "skipped"]
 SCHEMA, VERSION = "parity-zoo/report", 1  # parity/reporting/schemas/report-1.json
 TEXT_WIDTH = 120
+EXACT = ("bits", "decode")  # what compares results of a run to the bit
 SHOWN = 5  # differences shown a tier; JSON holds all
 # One of these that ran and failed fails every verdict.
 _DIFFERS = {
@@ -82,7 +83,8 @@ class Tier:
     """What one tier compared and found.
 
     Attributes:
-      name: "tree", "init", "program", "bits", "tolerance", "oracle" or "baseline".
+      name: "tree", "init", "program", "bits", "decode", "tolerance", "oracle" or
+        "baseline".
       compared: leaves, elements and differences.
       examples: how many inputs were run.
       note: in a few words, what was compared to what, or why nothing was.
@@ -106,7 +108,7 @@ class Tier:
         status = self.status or "proved"
         if status == "proved" and not self.compared.equal:
             status = "failed"
-        if status == "proved" and self.name == "bits" and self.deterministic is False:
+        if status == "proved" and self.name in EXACT and self.deterministic is False:
             status = "inconclusive"
         object.__setattr__(self, "status", status)
 
@@ -208,7 +210,7 @@ class Report:
     @property
     def repeatability(self) -> str:
         """What equal bits are worth, as a sentence; empty if no bits were compared."""
-        if self._status("bits") in ("not run", "skipped"):
+        if all(self._status(name) in ("not run", "skipped") for name in EXACT):
             return ""
         if self.deterministic:
             return "Each frontend, run twice, gave the same bytes."
@@ -230,7 +232,7 @@ class Report:
             return "FAILED" if stands else "differs"
         backend = self.environment.get("backend")
         known = tier.deterministic or backend in REPEATABLE
-        if tier.status == "proved" and tier.name == "bits" and not known:
+        if tier.status == "proved" and tier.name in EXACT and not known:
             return "equal in one run"
         return tier.status
 

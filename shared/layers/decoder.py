@@ -17,6 +17,8 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from shared.config import DecoderConfig, LayerKind
 from shared.context import Context
 from shared.layers import decoder_layer
+from shared.layers.decoder_cache import check_cache, check_room, first_layer
+from shared.ops.matmul import matmul
 from shared.ops.norm import zero_centered_rms_norm
 from shared.ops.routing import load_balance_loss
 from shared.params import (
@@ -28,7 +30,7 @@ from shared.params import (
     normal,
     shapes,
 )
-from shared.plan import insert, node_at, run_path, stack_sizes
+from shared.plan import insert, run_path, stack_sizes
 from shared.trees import flatten
 
 STACK_AXES = ("blocks", "layers")
@@ -52,7 +54,7 @@ class DecoderOutput(NamedTuple):
     """What a decoder gives.
 
     Attributes:
-      logits: [B, T, V], at least float32.
+      logits: [B, T, V], at least float32; [B, N, V] at the places asked for.
       cache: the cache given, continued; None if none was given.
       aux_loss: load-balance loss of all mixture layers together, not yet weighted;
         None for a model without experts.
@@ -141,30 +143,27 @@ def init_params(key: PRNGKeyArray, config: DecoderConfig) -> dict[str, Any]:
     }
 
 
-def init_cache(
-    config: DecoderConfig,
-    batch_size: int,
-    max_length: int,
-    dtype: Any = None,
-) -> dict[str, Any]:
-    """An empty cache for `batch_size` rows of at most `max_length` tokens.
+def relayout(
+    config: DecoderConfig, params: Mapping[str, Any], **layout: Any
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    """The same model with its layers stacked in another way.
 
     Args:
       config: of the model.
-      batch_size: rows.
-      max_length: positions that full-attention layers can hold.
-      dtype: of keys, values and convolution tails; None: the model's activations.
+      params: in the layout of the config's plan.
+      **layout: `scan_layers`, `scan_period` or `param_scan_axis`, as in the config.
 
     Returns:
-      Layer caches in the layout of the plan, stack axes first.
+      The config with the new layout, and the parameters in it.
+
+    Raises:
+      ConfigError: the layers do not fit the new layout.
     """
-    dtype = jnp.dtype(config.dtype if dtype is None else dtype)
-    return config.plan.stack(
-        [
-            decoder_layer.init_cache(config, kind, batch_size, max_length, dtype)
-            for kind in config.layers
-        ]
-    )
+    new = config.replace(**layout)
+    groups = {group.name for group in config.plan.groups}
+    outer = {name: node for name, node in params.items() if name not in groups}
+    layers = config.plan.unstack(dict(params), config.param_scan_axis)
+    return new, {**outer, **new.plan.stack(layers, new.param_scan_axis)}
 
 
 def embed(
@@ -196,25 +195,25 @@ def create_context(
       **given: arguments of `Context.create`.
 
     Raises:
-      ValueError: the cache is of another layout or batch size.
+      ValueError: the cache is of another config or batch size, or has no room for the
+        tokens (see `decoder_cache.check_room`).
     """
     if cache is None:
         return Context.create(tokens.shape, **given)
-    first = config.plan.places()[0]
-    try:
-        start = node_at(cache, first.path).position[first.slot]
-    except (KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ValueError(
-            f"The cache does not have the layout of the config's plan: there is no "
-            f"layer cache at {'/'.join(first.path)}. Make it with "
-            "shared.init_cache and the same config."
-        ) from error
-    if start.shape != tokens.shape[:1]:
-        raise ValueError(
-            f"The cache has {start.shape[0]} rows, the tokens {tokens.shape[0]}: make "
-            "a cache of the same batch size."
-        )
-    return Context.create(tokens.shape, start=start, **given)
+    check_cache(config, cache, *tokens.shape[:1])
+    first = first_layer(config, cache)
+    context = Context.create(
+        tokens.shape, start=first.position, segment=first.last_segment(), **given
+    )
+    check_room(
+        config, cache, context.segment_ids, no_padding=given.get("segment_ids") is None
+    )
+    return context
+
+
+def select(x: Float[Array, "B T D"], at: Int[Array, "B N"] | None) -> Array:
+    """The places `at` of each row, [B, N, D]; None: all of them."""
+    return x if at is None else jnp.take_along_axis(x, at[..., None], axis=1)
 
 
 def head(
@@ -223,13 +222,10 @@ def head(
     """Final norm and logits, these in at least float32."""
     x = zero_centered_rms_norm(x, weights["norm"], config.norm_eps)
     wide = np.promote_types(x.dtype, np.float32)
-    if config.tie_word_embeddings:
-        equation, weight = "btd,vd->btv", weights["embed_tokens"]
-    else:
-        equation, weight = "btd,dv->btv", weights["lm_head"]
-    logits = jnp.einsum(
-        equation, x, weight.astype(x.dtype), preferred_element_type=wide
-    )
+    if not config.tie_word_embeddings:
+        return x, matmul(x, weights["lm_head"].astype(x.dtype), wide)
+    weight = weights["embed_tokens"].astype(x.dtype)
+    logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
     return x, logits
 
 
@@ -240,6 +236,7 @@ def output(
     cache: Any,
     aux: Mapping[str, Any],
     config: DecoderConfig,
+    logits_at: Array | None = None,
 ) -> DecoderOutput:
     """Logits from the last layer's output, with what the layers said on the way.
 
@@ -250,8 +247,9 @@ def output(
       cache: layer caches, in the layout of the plan.
       aux: `LayerAux` of the layers, in the layout of the plan, stack axes first.
       config: of the model.
+      logits_at: [B, N], the places in each row whose logits are wanted; None: all.
     """
-    normed, logits = head(weights, x, config)
+    normed, logits = head(weights, select(x, logits_at), config)
     router = config.plan.gather(aux, lambda layer: layer.router)
     hidden = config.plan.gather(aux, lambda layer: layer.hidden)
     states = None if hidden is None else HiddenStates(embedding, hidden, normed)

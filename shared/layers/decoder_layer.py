@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
-from shared.cache import GatedDeltaNetCache, KVCache
+from shared.cache import LayerCache
 from shared.config import DecoderConfig, LayerKind
 from shared.context import Context
 from shared.layers import (
@@ -32,7 +32,6 @@ from shared.params import ParamSpec, SpecTree, constant
 # single full-attention layer into the block around it.
 KEEP_SINGLE_TRIP = {"skip-simplify-while-loops_trip-count-one": "true"}
 
-LayerCache = KVCache | GatedDeltaNetCache
 Mixed = Callable[[Array, Context, Any], tuple[Array, Any]]
 Fed = Callable[[Array, Context], tuple[Array, RouterAux | None]]
 
@@ -51,12 +50,16 @@ class LayerAux(NamedTuple):
 
 def mixer_name(kind: LayerKind) -> str:
     """Key of the mixer's parameters: the published name."""
-    return "self_attn" if kind.mixer == "full_attention" else "linear_attn"
+    return "linear_attn" if kind.mixer == "linear_attention" else "self_attn"
 
 
 def parts(config: DecoderConfig, kind: LayerKind) -> tuple[Any, Any]:
     """The parts of the config that a layer's mixer and feed-forward take."""
-    mixer = config.attention if kind.mixer == "full_attention" else config.delta_net
+    mixer = {
+        "full_attention": config.attention,
+        "sliding_attention": config.sliding_attention,
+        "linear_attention": config.delta_net,
+    }[kind.mixer]
     feed_forward = config.mlp if kind.feed_forward == "dense" else config.moe
     return mixer, feed_forward
 
@@ -71,10 +74,10 @@ def param_specs(config: DecoderConfig, kind: LayerKind) -> SpecTree:
     """All parameters of a layer of `kind`, without stack axes."""
     mixer, feed_forward = parts(config, kind)
     specs: dict[str, Any] = {**norm_specs(config)}
-    if kind.mixer == "full_attention":
-        specs["self_attn"] = gated_attention.param_specs(mixer)
-    else:
+    if kind.mixer == "linear_attention":
         specs["linear_attn"] = gated_delta_net.param_specs(mixer)
+    else:
+        specs["self_attn"] = gated_attention.param_specs(mixer)
     if kind.feed_forward == "dense":
         specs["mlp"] = mlp.param_specs(feed_forward)
     else:
@@ -92,12 +95,13 @@ def init_cache(
     batch_size: int,
     max_length: int,
     dtype: jnp.dtype,
+    state_dtype: jnp.dtype | None = None,
 ) -> LayerCache:
     """The empty cache of a layer of `kind`."""
     mixer, _ = parts(config, kind)
-    if kind.mixer == "full_attention":
-        return gated_attention.init_cache(mixer, batch_size, max_length, dtype)
-    return gated_delta_net.init_cache(mixer, batch_size, dtype)
+    if kind.mixer == "linear_attention":
+        return gated_delta_net.init_cache(mixer, batch_size, dtype, state_dtype)
+    return gated_attention.init_cache(mixer, batch_size, max_length, dtype)
 
 
 def apply(
@@ -117,7 +121,8 @@ def apply(
       weights: of `norm_specs`.
       x: the residual stream.
       context: positions, segments, dropout.
-      cache: of the mixer; None runs on an empty one and gives None back.
+      cache: of the mixer, at `context.cache_slot`; None runs on an empty one and gives
+        None back.
       mixer: (x, context, cache) -> (y, cache).
       feed_forward: (x, context) -> (y, router aux or None).
       config: of the model.

@@ -48,7 +48,12 @@ def param_specs(config: AttentionConfig) -> dict[str, ParamSpec]:
 def init_cache(
     config: AttentionConfig, batch_size: int, max_length: int, dtype: jnp.dtype
 ) -> KVCache:
-    """An empty cache of `max_length` positions; 0 holds nothing between calls."""
+    """An empty cache of `max_length` positions; 0 holds nothing between calls.
+
+    With a window it is a ring of at most that many positions.
+    """
+    if config.window is not None:
+        max_length = min(max_length, config.window)
     shape = (batch_size, max_length, config.num_kv_heads, config.head_dim)
     return KVCache(
         keys=jnp.zeros(shape, dtype),
@@ -66,24 +71,32 @@ def apply(
     *,
     config: AttentionConfig,
 ) -> tuple[Float[Array, "B T D"], KVCache]:
-    """Attends to the cached and to the given tokens, causally, within each segment."""
+    """Attends to the cached and to the given tokens, causally, within each segment.
+
+    A row that gets more tokens than its cache has room for gives NaN.
+    """
     q, gate, k, v = _project(weights, x, config)
     q = zero_centered_rms_norm(q, weights["q_norm"], config.norm_eps)
     k = zero_centered_rms_norm(k, weights["k_norm"], config.norm_eps)
     q, k = (_rotate(heads, context, config) for heads in (q, k))
 
-    slots = cache.slots(context.segment_ids)
-    new = attention.Keys(k, v, context.segment_ids, slots)
+    ring = config.window is not None
+    ids, slot = context.segment_ids, context.cache_slot
+    order = cache.order(ids, slot)
     y = attention.attend(
         q,
-        context.segment_ids,
-        slots,
-        [cache.as_keys(), new],
+        ids,
+        order,
+        [cache.as_keys(slot), attention.Keys(k, v, ids, order)],
         scale=config.head_dim**-0.5,
+        window=config.window,
     )
+    if cache.capacity and not ring:
+        full = cache.overflows(ids, slot)[:, None, None, None]
+        y = jnp.where(full, jnp.asarray(jnp.nan, y.dtype), y)
     y = y * jax.nn.sigmoid(gate)
     y = project(y.reshape(*x.shape[:2], -1), weights, "o_proj")
-    return y, cache.extend(k, v, context.segment_ids)
+    return y, cache.extend(k, v, ids, slot, ring=ring)
 
 
 def _project(

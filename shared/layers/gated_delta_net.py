@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from shared.cache import GatedDeltaNetCache
+from shared.cache import GatedDeltaNetCache, put, take
 from shared.config import GatedDeltaNetConfig
 from shared.context import Context, number_segments
 from shared.layers.linear import project
@@ -43,14 +43,22 @@ def param_specs(config: GatedDeltaNetConfig) -> dict[str, ParamSpec]:
 
 
 def init_cache(
-    config: GatedDeltaNetConfig, batch_size: int, dtype: jnp.dtype
+    config: GatedDeltaNetConfig,
+    batch_size: int,
+    dtype: jnp.dtype,
+    state_dtype: jnp.dtype | None = None,
 ) -> GatedDeltaNetCache:
-    """The state before the first token; its size does not grow with the sequence."""
-    c, wide = config, np.promote_types(dtype, np.float32)
+    """The state before the first token; its size does not grow with the sequence.
+
+    The rule runs in at least float32 whatever the state is stored in; None: that type.
+    """
+    c = config
+    if state_dtype is None:
+        state_dtype = np.promote_types(dtype, np.float32)
     state = (batch_size, c.num_value_heads, c.key_head_dim, c.value_head_dim)
     return GatedDeltaNetCache(
         conv_tail=jnp.zeros((batch_size, c.conv_width - 1, c.conv_dim), dtype),
-        state=jnp.zeros(state, wide),
+        state=jnp.zeros(state, state_dtype),
         segment_id=jnp.zeros((batch_size,), jnp.int32),
         position=jnp.zeros((batch_size,), jnp.int32),
     )
@@ -65,6 +73,8 @@ def apply(
     config: GatedDeltaNetConfig,
 ) -> tuple[Float[Array, "B T D"], GatedDeltaNetCache]:
     """Applies the layer to `x`, continuing from `cache`; segments do not mix."""
+    stack, slot = cache, context.cache_slot
+    cache = take(stack, slot)
     segments = number_segments(context.segment_ids, cache.segment_id)
     qkv, z, b, a = _project(weights, x, config)
 
@@ -90,12 +100,13 @@ def apply(
     )
     y = gated_rms_norm(y, z, weights["norm"], config.norm_eps)
     y = project(y.reshape(*x.shape[:2], -1).astype(x.dtype), weights, "out_proj")
-    return y, GatedDeltaNetCache(
+    cache = GatedDeltaNetCache(
         conv_tail.astype(cache.conv_tail.dtype),
         state.astype(cache.state.dtype),
         segments.last_id,
         cache.position + jnp.sum(segments.real, axis=1, dtype=jnp.int32),
     )
+    return y, put(stack, cache, slot)
 
 
 def _project(

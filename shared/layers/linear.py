@@ -7,17 +7,15 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from shared.ops.matmul import matmul
 from shared.params import ParamSpec, constant
 
 
 def project(
     x: Float[Array, "*B D"], weights: Mapping[str, Array], name: str
 ) -> Float[Array, "*B F"]:
-    """X W (+ b): the weight `name` [D, F] and, where there is one, `name_bias` [F].
-
-    An einsum, not `@`: libraries for low-rank adapters and quantisation intercept it.
-    """
-    y = jnp.einsum("...d,df->...f", x, weights[name].astype(x.dtype))
+    """X W (+ b): the weight `name` [D, F] and, where there is one, `name_bias` [F]."""
+    y = matmul(x, weights[name].astype(x.dtype))
     bias = weights.get(f"{name}_bias")
     if bias is None:
         return y

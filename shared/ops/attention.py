@@ -21,6 +21,9 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+# Blocks of keys for few queries, in block sizes: longer ones read more that is empty.
+MOST_KEY_BLOCKS = 4
+
 _Carry = TypeVar("_Carry")
 
 
@@ -65,8 +68,8 @@ def attend(
         scale: What the scores are multiplied by, usually `H ** -0.5`.
         window: How many tokens a query sees, itself included; `None`: all before it.
         block_size: At most `block_size ** 2` scores per head are held at a time. Where
-            queries are few the blocks of keys are longer, so that one token reads its
-            whole cache in one piece.
+            queries are few the blocks of keys are longer. Blocks in which no query sees
+            anything are not read: a token costs what its cache holds, not its size.
     """
     batch, length, heads, width = q.shape
     key_heads, value_width = sources[0].keys.shape[2], sources[0].values.shape[3]
@@ -156,25 +159,66 @@ def _queries_in_blocks(options: _Options, *arrays: Array) -> _Blocks:
     return _cut(arrays, options.block_size)
 
 
+class _KeyBlocks(NamedTuple):
+    """A source cut along axis 1 into `number` blocks of `size`, without copying it.
+
+    The last block may begin within the one before it, and leaves out what that has.
+    """
+
+    source: Keys
+    number: int
+    size: int
+
+    def at(self, i: int | Array) -> tuple[Array, ...]:
+        if self.number == 1:
+            return tuple(self.source)
+        length = self.source.keys.shape[1]
+        start = jnp.minimum(jnp.int32(i) * self.size, length - self.size)
+        keys, values, ids, index = (
+            lax.dynamic_slice_in_dim(x, start, self.size, axis=1) for x in self.source
+        )
+        own = start + jnp.arange(self.size, dtype=jnp.int32) >= jnp.int32(i) * self.size
+        return keys, values, jnp.where(own[None], ids, 0), index
+
+
+def _most_keys(options: _Options, queries: _Blocks) -> int:
+    """Keys in a block: more where queries are few, so that there are fewer blocks."""
+    limit = max(options.block_size, options.block_size**2 // queries.size)
+    return min(limit, MOST_KEY_BLOCKS * options.block_size)
+
+
 def _keys_in_blocks(
     options: _Options, queries: _Blocks, source: Keys
-) -> tuple[_Blocks, Bool[Array, "i j"]]:
+) -> tuple[_KeyBlocks, Bool[Array, "i j"]]:
     """The blocks of a source, and which blocks of queries may see which of them."""
-    limit = max(options.block_size, options.block_size**2 // queries.size)
-    keys = _cut(tuple(source), limit)
+    cut = _cut((source.segment_ids, source.index), _most_keys(options, queries))
+    blocks = _KeyBlocks(source, cut.number, cut.size)
+    return blocks, _near(options, queries, cut.arrays, cut.number)
+
+
+def _padded_keys_in_blocks(
+    options: _Options, queries: _Blocks, source: Keys
+) -> tuple[_Blocks, Bool[Array, "i j"]]:
+    """The same in blocks that do not overlap, to be written, too."""
+    cut = _cut(tuple(source), _most_keys(options, queries))
+    return cut, _near(options, queries, cut.arrays[2:], cut.number)
+
+
+def _near(
+    options: _Options, queries: _Blocks, keys: tuple[Array, ...], number: int
+) -> Bool[Array, "i j"]:
+    """Which blocks of queries may see which blocks of keys, from ids and index."""
     low, high, first, last = _extents(
         queries.arrays[1], queries.arrays[2], queries.number
     )
-    key_low, key_high, key_first, key_last = _extents(
-        keys.arrays[2], keys.arrays[3], keys.number
-    )
+    key_low, key_high, key_first, key_last = _extents(keys[0], keys[1], number)
     near = (key_low[:, None, :] <= high[:, :, None]) & (
         low[:, :, None] <= key_high[:, None, :]
     )
     near &= key_first[:, None, :] <= last[:, :, None]
     if options.window is not None:
         near &= first[:, :, None] - key_last[:, None, :] < options.window
-    return keys, near.any(0)
+    return near.any(0)
 
 
 def _extents(
@@ -257,7 +301,7 @@ class _Softmax(NamedTuple):
 def _gather(
     options: _Options,
     query: tuple,
-    keys: _Blocks,
+    keys: _KeyBlocks,
     near: Array,
     i: int | Array,
     softmax: _Softmax,
@@ -300,7 +344,7 @@ def _backward(
     q_grad = jnp.zeros((*queries.shape, *q.shape[2:]), dtype)
     grads = []
     for source in sources:
-        keys, near = _keys_in_blocks(options, queries, source)
+        keys, near = _padded_keys_in_blocks(options, queries, source)
         q_grad, *parts = _source_gradients(options, queries, keys, near, q_grad)
         # Integers have no gradient.
         k_grad, v_grad = (x[:, : source.keys.shape[1]] for x in parts)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from shared.ops.matmul import MOST_ROWS
+
 MAX_BLOCK_ROWS = 64
 
 
@@ -159,10 +161,15 @@ class _Blocks(NamedTuple):
 
 
 def _blocks(group_sizes: Int[Array, " E"], rows: int) -> _Blocks:
-    """Blocks about as large as a mean group: the best of the sizes tried on CPU."""
+    """Blocks about as large as a mean group: the best of the sizes tried on CPU.
+
+    Where groups have a row or two, a block holds all of them: their matrix is then read
+    once.
+    """
     groups = group_sizes.shape[0]
     mean = -(-rows // groups)
     size = min(MAX_BLOCK_ROWS, 1 << (mean - 1).bit_length())  # a power of two >= mean
+    size = max(size, MOST_ROWS)
     per_group = (group_sizes + (size - 1)) // size
     first_block = jnp.cumsum(per_group) - per_group
     last_row = jnp.cumsum(group_sizes)
@@ -191,7 +198,8 @@ def _multiply_blocks(
     """Rows times their group's matrix, over the matrix's axis `contract`.
 
     A block is read and written as `size` rows even where fewer are its own. What it
-    writes past its end is the place of the next block, which overwrites it later.
+    writes past its end is the place of the next block, which overwrites it later. Few
+    rows are multiplied one by one (see `shared.ops.matmul`), their own only.
     """
     blocks = _blocks(group_sizes, rows.shape[0])
     accumulator = np.promote_types(rows.dtype, np.float32)
@@ -203,7 +211,17 @@ def _multiply_blocks(
         tied, group = jax.lax.optimization_barrier((weights, blocks.group[block]))
         matrix = jax.lax.dynamic_index_in_dim(tied, group, keepdims=False)
         start = blocks.start[block]
-        part = jax.lax.dynamic_slice_in_dim(padded, start, blocks.size)
+        if blocks.size > MOST_ROWS:
+            return multiply_rows(start, matrix, blocks.size, y)
+        return jax.lax.fori_loop(
+            start,
+            start + blocks.rows[block],
+            lambda row, y: multiply_rows(row, matrix, 1, y),
+            y,
+        )
+
+    def multiply_rows(start, matrix, count, y):
+        part = jax.lax.dynamic_slice_in_dim(padded, start, count)
         product = jax.lax.dot_general(
             part,
             matrix,

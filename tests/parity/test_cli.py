@@ -166,7 +166,7 @@ def test_the_published_size_is_one_program_for_a_tpu(tmp_path):
     status, _ = main(*command, f"--json={file}")
     assert status == 0
     (tier,) = json.loads(file.read_text())["tiers"]
-    assert tier["leaves"] == 2  # forward, and loss with gradients
+    assert tier["leaves"] == 4  # forward, loss with gradients, prefill, decode
     assert tier["elements"] > 1000
 
 

@@ -199,7 +199,7 @@ def test_a_model_that_breaks_in_both_frontends_proves_nothing():
 
 
 def test_tiers_that_are_proved_stand_beside_those_that_are_not():
-    assert TIERS == ("tree", "init", "program", "bits", "oracle")
+    assert TIERS == ("tree", "init", "program", "bits", "decode", "oracle")
     one = parity.compare_bytes({"a": np.ones(2)}, {"a": np.ones(2)})
     other = parity.compare_bytes({"a": np.ones(2)}, {"a": np.zeros(2)})
     report = parity.Report("x", (parity.Tier("tree", one), parity.Tier("bits", other)))

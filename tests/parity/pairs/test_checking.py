@@ -77,7 +77,7 @@ def test_one_function_on_both_sides_is_proved_by_every_tier():
     report = check(
         scaled,
         scaled,
-        tiers=gate.TIERS,
+        tiers=gate.PAIR_TIERS,
         oracle=Oracle(lambda values, x: values["params/scale"] * x),
     )
     assert report.ok

@@ -23,6 +23,8 @@ from jax.experimental import checkify, io_callback
 from jaxlib.mlir import ir
 
 import shared
+import zoo_linen
+import zoo_nnx
 from parity import decoders
 from parity.programs import program
 
@@ -1090,7 +1092,7 @@ def test_what_cannot_be_read_is_refused():
 def decoder_programs(config, gradient, platform):
     params, pair = shared.abstract_params(config), decoders.abstract_pair(config)
     tokens = jax.ShapeDtypeStruct((1, 6), jnp.int32)
-    for apply in (decoders.linen_apply(pair.linen), decoders.nnx_apply(pair.nnx)):
+    for apply in (zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)):
         if gradient:
             function = decoders.measured(config, apply)
             args = params, decoders.Example(tokens, tokens, tokens)

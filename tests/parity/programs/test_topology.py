@@ -7,6 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import shared
+import zoo_linen
+import zoo_nnx
 from parity import decoders
 from parity.programs import topology
 
@@ -37,7 +39,7 @@ def test_both_frontends_need_the_same_memory_on_a_tpu():
     tokens = jax.ShapeDtypeStruct((2, 12), jnp.int32)
     found = [
         topology.compiled_memory(topology.compile_for(device, apply, params, tokens))
-        for apply in (decoders.linen_apply(pair.linen), decoders.nnx_apply(pair.nnx))
+        for apply in (zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx))
     ]
     assert found[0] == found[1]
     assert min(found[0]) > 0

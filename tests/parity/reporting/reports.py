@@ -44,7 +44,7 @@ def nasty():
 
 
 STATUSES = st.sampled_from(["proved", "accepted", "failed", "inconclusive", "skipped"])
-NAMES = ("tree", "init", "program", "bits", "tolerance", "oracle")
+NAMES = ("tree", "init", "program", "bits", "decode", "tolerance", "oracle")
 
 
 @st.composite

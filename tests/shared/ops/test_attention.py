@@ -397,13 +397,47 @@ def test_what_fits_in_one_block_is_computed_without_a_loop(which):
     }
 
 
-def test_one_token_reads_a_long_cache_in_one_piece():
-    cache = Keys(
-        jnp.zeros((1, 5000, K, H)),
-        jnp.zeros((1, 5000, K, HV)),
-        jnp.ones((1, 5000), jnp.int32),
-        jnp.arange(5000)[None],
+def long_cache(length, used):
+    """One row; only the first `used` places hold something."""
+    random = np.random.default_rng(0)
+    place = jnp.arange(length, dtype=jnp.int32)[None]
+    return Keys(
+        jnp.asarray(random.normal(size=(1, length, K, H)), jnp.float32),
+        jnp.asarray(random.normal(size=(1, length, K, HV)), jnp.float32),
+        (place < used).astype(jnp.int32),
+        place,
     )
+
+
+def test_one_token_reads_a_cache_of_a_few_blocks_in_one_piece():
     q, one = jnp.zeros((1, 1, N, H)), jnp.ones((1, 1), jnp.int32)
-    jaxpr = jax.make_jaxpr(attend)(q, one, 9000 * one, [cache]).jaxpr
+    jaxpr = jax.make_jaxpr(attend)(q, one, 2000 * one, [long_cache(2000, 9)]).jaxpr
     assert not {e.primitive.name for e in equations(jaxpr)} & {"scan", "while", "cond"}
+
+
+def test_one_token_does_not_read_the_blocks_that_hold_nothing():
+    # What is read unseen must be finite; what is not read may be anything.
+    length, used = 5000, 600
+    cache = long_cache(length, used)
+    q, one = jnp.ones((1, 1, N, H)), jnp.ones((1, 1), jnp.int32)
+    short = Keys(*(x[:, :used] for x in cache))
+    expected = attend(q, one, used * one, [short])
+    unread = jnp.arange(length)[None, :, None, None] >= 2048
+    poisoned = cache._replace(
+        keys=jnp.where(unread, jnp.nan, cache.keys),
+        values=jnp.where(unread, jnp.nan, cache.values),
+    )
+    y = attend(q, one, used * one, [poisoned])
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_last_block_of_a_cache_counts_no_key_twice():
+    length = 5000  # three blocks of 1667: one place stands in two
+    cache = long_cache(length, length)
+    q, one = jnp.ones((1, 1, N, H)), jnp.ones((1, 1), jnp.int32)
+    y = attend(q, one, length * one, [cache])
+    pieces = [
+        Keys(*(x[:, i : i + 1000] for x in cache)) for i in range(0, length, 1000)
+    ]
+    expected = attend(q, one, length * one, pieces)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)

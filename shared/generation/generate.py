@@ -1,0 +1,201 @@
+"""Answers to prompts: all at once, or token by token as they come.
+
+B rows, T time, N steps.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from shared.generation import prompts as checks
+from shared.generation.decoding import DecoderFunction, Params, prefill
+from shared.generation.rows import Emitted, Rows, advance_many, start
+from shared.generation.sampling import Sampling
+from shared.layers.decoder_cache import init_cache
+
+
+class Token(NamedTuple):
+    """One generated token.
+
+    Attributes:
+      row: which prompt it answers.
+      token: its id.
+      log_prob: under the model's own softmax.
+      reason: why the row ends with it: "stop" (a stop token) or "length" (its limit);
+        None where it goes on.
+    """
+
+    row: int
+    token: int
+    log_prob: float
+    reason: str | None
+
+
+class Answer(NamedTuple):
+    """All tokens generated for one prompt.
+
+    Attributes:
+      tokens: their ids, with the stop token if one came.
+      log_probs: of each, under the model's own softmax.
+      reason: "stop" or "length".
+    """
+
+    tokens: list[int]
+    log_probs: list[float]
+    reason: str
+
+
+def generate(
+    model: DecoderFunction, params: Params, prompts: Sequence[Any], **options: Any
+) -> list[Answer]:
+    """Continues prompts; all tokens are made on the device, in one call.
+
+    Example usage::
+
+      >>> import jax, shared, zoo_linen
+      >>> from shared import generation
+      >>> config = shared.preset("qwen3-next-tiny")
+      >>> params = shared.init_params(jax.random.key(0), config)
+      >>> model = zoo_linen.as_function(zoo_linen.Decoder(config))
+      >>> prompts = [[1, 2, 3], [4]]
+      >>> answers = generation.generate(model, params, prompts, max_new_tokens=2)
+      >>> [len(answer.tokens) for answer in answers]
+      [2, 2]
+
+    Args:
+      model: the decoder, in either frontend.
+      params: its parameters.
+      prompts: sequences of token ids, of any lengths.
+      **options: of `stream`.
+
+    Raises:
+      ValueError: as `stream`.
+    """
+    options.setdefault("steps_per_call", None)
+    answers = [Answer([], [], "length") for _ in prompts]
+    for token in stream(model, params, prompts, **options):
+        answer = answers[token.row]
+        answer.tokens.append(token.token)
+        answer.log_probs.append(token.log_prob)
+        if token.reason is not None:
+            answers[token.row] = answer._replace(reason=token.reason)
+    return answers
+
+
+def stream(
+    model: DecoderFunction,
+    params: Params,
+    prompts: Sequence[Any],
+    *,
+    max_new_tokens: Any,
+    sampling: Sampling | None = None,
+    stop_tokens: Any = None,
+    max_length: int | None = None,
+    chunk_size: int | None = None,
+    cache_dtype: Any = None,
+    state_dtype: Any = None,
+    steps_per_call: int | None = 1,
+) -> Iterator[Token]:
+    """Continues prompts and gives the tokens as they are made.
+
+    What is wrong with the arguments is said at once, not by the first `next`.
+
+    Args:
+      model: the decoder, in either frontend.
+      params: its parameters.
+      prompts: sequences of token ids, of any lengths.
+      max_new_tokens: for each answer, or one number for all.
+      sampling: how tokens are chosen, an entry a row; None: greedily.
+      stop_tokens: ids that end an answer, and stand in it; None: the config's.
+      max_length: positions of the cache; None: what is needed, rounded up so that
+        longer prompts seldom compile anew.
+      chunk_size: see `prefill`.
+      cache_dtype: see `shared.init_cache`.
+      state_dtype: likewise.
+      steps_per_call: tokens a row that are made before they are fetched; None: all.
+
+    Raises:
+      ValueError: a prompt is empty, has ids outside the vocabulary, or does not fit
+        with its answer into `max_length`; a stop token is unknown; a limit is below 1.
+    """
+    config = model.config
+    read = checks.check_prompts(config, prompts)
+    limits = checks.check_limits(max_new_tokens, len(read))
+    stop = checks.check_stop_tokens(config, stop_tokens)
+    lengths = np.array([len(prompt) for prompt in read], np.int32)
+    time = checks.bucket(int(lengths.max()))
+    if max_length is None:
+        max_length = checks.bucket(int(max(time, (lengths + limits - 1).max())))
+    checks.check_fits(lengths, limits, max_length)
+    if sampling is None:
+        sampling = Sampling.create(len(read))
+    checks.check_rows(sampling, len(read))
+    if steps_per_call is not None and steps_per_call < 1:
+        raise ValueError(f"steps_per_call must be at least 1. Got {steps_per_call}.")
+
+    most = int(limits.max()) - 1
+    steps = most if steps_per_call is None else min(steps_per_call, most)
+    cache = init_cache(
+        config, len(read), max_length, cache_dtype, state_dtype=state_dtype
+    )
+    padded = checks.pad_right(read, min(time, max_length))
+    begun = begin(
+        model, params, cache, padded, lengths, limits, sampling, stop, chunk_size
+    )
+    return _tokens(model, params, begun, stop, checks.bucket(max(steps, 1), 1))
+
+
+def _tokens(
+    model: DecoderFunction,
+    params: Params,
+    begun: tuple[Any, Rows, Emitted],
+    stop: np.ndarray,
+    steps: int,
+) -> Iterator[Token]:
+    cache, rows, first = begun
+    yield from tokens_of(jax.tree.map(lambda leaf: leaf[None], first), stop)
+    while np.any(rows.active):
+        cache, rows, emitted = go_on(model, params, cache, rows, stop, steps)
+        yield from tokens_of(emitted, stop)
+
+
+def tokens_of(emitted: Emitted, stop: np.ndarray) -> Iterator[Token]:
+    """The tokens of N steps [N, B] in order, row after row within a step."""
+    token, log_prob, new, last = map(np.asarray, emitted)
+    for step, row in zip(*np.nonzero(new), strict=True):
+        value, reason = int(token[step, row]), None
+        if last[step, row]:
+            reason = "stop" if value in stop else "length"
+        yield Token(int(row), value, float(log_prob[step, row]), reason)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("model", "chunk_size"), donate_argnames="cache"
+)
+def begin(
+    model: DecoderFunction,
+    params: Params,
+    cache: Any,
+    prompts: Any,
+    lengths: Any,
+    limits: Any,
+    sampling: Sampling,
+    stop: Any,
+    chunk_size: int | None,
+) -> tuple[Any, Rows, Emitted]:
+    """Reads prompts [B, T] padded on the right, and chooses the first tokens."""
+    step = prefill(
+        model, params, prompts, cache, lengths=lengths, chunk_size=chunk_size
+    )
+    rows, emitted = start(step.logits, prompts, lengths, limits, sampling, stop)
+    return step.cache, rows, emitted
+
+
+go_on = jax.jit(
+    advance_many, static_argnames=("model", "steps"), donate_argnames=("cache", "rows")
+)
