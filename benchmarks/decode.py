@@ -266,9 +266,12 @@ def _prefill(model: Any, params: Any, batch: int) -> tuple[float, float]:
 def _decode(
     model: Any, params: Any, batch: int, steps: int, length: int = PROMPT + STEPS
 ) -> tuple[float, float]:
+    import jax
+
     cache, prompt = _start(model, batch, length)
     step = _prefill_function(model)(params, prompt, cache)
     token, cache = step.logits.argmax(-1).astype("int32"), step.cache
+    jax.block_until_ready((token, cache))
     decode = _decode_function(model)
     if (batch, length) not in _WARM:  # compiles, on a cache of its own
         _WARM.add((batch, length))

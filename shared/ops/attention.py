@@ -22,7 +22,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 # Blocks of keys for few queries, in block sizes: longer ones read more that is empty.
-MOST_KEY_BLOCKS = 4
+MOST_KEY_BLOCKS = 8
 
 _Carry = TypeVar("_Carry")
 
@@ -47,7 +47,7 @@ def attend(
     *,
     scale: float,
     window: int | None = None,
-    block_size: int = 512,
+    block_size: int = 256,
 ) -> Float[Array, "B T N Hv"]:
     """Attends from every query to the keys that it sees, in all `sources` together.
 

@@ -11,8 +11,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 # XLA for CPU packs the weights for a product of 2 to 4 rows, which costs more than the
-# product: reading them once a row from the cache is up to 1.8 times faster.
+# product: reading them once a row from the cache is up to 1.8 times faster, if they are
+# large enough for a loop to be worth its while.
 MOST_ROWS = 4
+LEAST_WEIGHTS = 2**18
 
 
 def matmul(
@@ -20,15 +22,16 @@ def matmul(
 ) -> Float[Array, "*B F"]:
     """The last axis of `x` times a matrix.
 
-    Two forms: few rows on a CPU are multiplied one by one. Then a row's result does not
-    depend on how many there are, to the bit.
+    Two forms: few rows are multiplied by a large matrix one by one on a CPU. Then a
+    row's result does not depend on how many there are, to the bit.
 
     Args:
       x: rows.
       weight: the matrix.
       dtype: that sums are kept and given in; None: as JAX chooses.
     """
-    if not 1 < math.prod(x.shape[:-1]) <= MOST_ROWS:
+    few = 1 < math.prod(x.shape[:-1]) <= MOST_ROWS
+    if not few or weight.size < LEAST_WEIGHTS:
         return matmul_at_once(x, weight, dtype)
     rows = x.reshape(-1, x.shape[-1])
     y = jax.lax.platform_dependent(
