@@ -67,8 +67,9 @@ class Context:
         """A context for inputs of `shape`, with what is not given filled in.
 
         Positions default to 0, 1, 2 … within each row; rotary embedding only sees
-        differences, so padding and packed sequences need no others. With `start` [B],
-        the number of tokens a cache has seen, the real tokens of a row count on.
+        differences, so padding at the ends and packed sequences need no others. With
+        `start` [B], the number of tokens a cache has seen, the real tokens of a row
+        count on.
         Segment ids default to 1, or to `segment` [B], the sequence that a row is in,
         where that is not 0.
 

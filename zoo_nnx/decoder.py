@@ -86,8 +86,9 @@ class Decoder(nnx.Module):
           segment_ids: 0 is padding, equal positive ids are one sequence; None: one
             sequence a row, with a cache the one that the row is in.
           cache: from `shared.init_cache` or an earlier call, to continue from. A row
-            goes on with the sequence whose segment id it repeats. Too many tokens for
-            it are an error; inside `jit` the row's logits are NaN.
+            goes on with the sequence it was last in; another one needs an id that the
+            row has not had. Too many tokens for it are an error; inside `jit` the row's
+            logits are NaN.
           logits_at: places in each row whose logits are wanted, such as the last;
             None: all.
           deterministic: whether dropout is off; None: as set by `train()` and `eval()`.

@@ -19,6 +19,7 @@ class DecoderFunction:
     """What `shared.generation` and `parity` call; hashable, so `jit` can hold it.
 
     The module is rebuilt in every call, so what a call changes in it is gone after it.
+    Two of the same model are different to `jit`: make one and keep it.
 
     Attributes:
       config: of the model.
@@ -35,7 +36,11 @@ class DecoderFunction:
     def __call__(
         self, params: Mapping[str, Any], tokens: ArrayLike, **options: Any
     ) -> DecoderOutput:
-        """Calls the decoder; `options` are those of its own call."""
+        """Calls the decoder; `options` are those of its own call.
+
+        As in Linen, dropout is off unless asked for, whatever `train()` has set.
+        """
+        options.setdefault("deterministic", True)
         state = jax.tree.map(lambda leaf: leaf, self.abstract)
         nnx.replace_by_pure_dict(state, dict(params))
         fresh = jax.tree.map(lambda leaf: leaf, self.others)

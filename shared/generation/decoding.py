@@ -97,6 +97,11 @@ def prefill(
     no_padding = lengths is None and segment_ids is None
     decoder_cache.check_room(config, held, segments, no_padding=no_padding)
     places = None if positions is None else jnp.asarray(positions, jnp.int32)
+    if places is not None and places.shape != ids.shape:
+        raise ValueError(
+            f"positions must have the shape {ids.shape} of the tokens. Got "
+            f"{places.shape}."
+        )
     if segment_ids is not None:
         ids, segments, places = _close_up(ids, segments, places)
     size = ids.shape[1] if chunk_size is None else chunk_size
@@ -141,6 +146,7 @@ def decode(
     cache: Cache,
     *,
     active: ArrayLike | None = None,
+    positions: ArrayLike | None = None,
 ) -> Step:
     """Reads one token a row.
 
@@ -151,13 +157,17 @@ def decode(
       cache: as `prefill` takes it.
       active: bool [B]; rows where it is False are left as they are, to the bit, and
         their logits are zeros. None: all.
+      positions: int [B], for rotary embedding; None: as many as the row has tokens. Who
+        gave others to `prefill` gives them here.
 
     Raises:
       ValueError: as `prefill`.
     """
     lengths = None if active is None else jnp.asarray(active).astype(jnp.int32)
     column = jnp.asarray(tokens, jnp.int32)[:, None]
-    return prefill(model, params, column, cache, lengths=lengths)
+    if positions is not None:
+        positions = jnp.asarray(positions, jnp.int32)[:, None]
+    return prefill(model, params, column, cache, lengths=lengths, positions=positions)
 
 
 def _layout(config: DecoderConfig, cache: Cache, tokens: Array) -> Any:

@@ -104,6 +104,8 @@ class Engine:
         self.model, self.params = model, params
         self.slots, self.max_length = slots, max_length
         self.chunk_size = chunk_size
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size must be at least 1. Got {chunk_size}.")
         self._stop = checks.check_stop_tokens(model.config, stop_tokens)
         self._new_cache = functools.partial(
             init_cache,
@@ -177,29 +179,46 @@ class Engine:
         """Serves requests in order, as slots get free; `row` is the request's number.
 
         Requests are taken from the iterable when there is a slot for them. The engine's
-        slots must be free; they are again when all is said.
+        slots must be free; they are again when all is said. A slot that is freed on the
+        way takes the next request, and the answer of its own ends there.
 
         Raises:
-          ValueError: as `prefill`, for the request whose turn it is; or a slot is busy.
+          ValueError: a slot is busy; or as `prefill`, once those that came before the
+            bad request are served.
         """
         if np.any(self.rows.active):
             raise ValueError("run needs all slots free: free those that are busy.")
         waiting = enumerate(requests)
         free = collections.deque(range(self.slots))
         serves: dict[int, int] = {}
+        more, error = True, None
         while True:
-            while free and (entry := next(waiting, None)) is not None:
+            while free and more:
+                entry = next(waiting, None)
+                if entry is None:
+                    more = False
+                    break
                 number, request = entry
-                prefix = self.prefill(request)
+                try:
+                    prefix = self.prefill(request)
+                except ValueError as wrong:
+                    more, error = False, wrong
+                    break
                 (token,) = tokens_of(_step_of_one(prefix.first), self._stop)
                 yield token._replace(row=number)
                 if token.reason is None:
                     slot = free.popleft()
                     self.insert(prefix, slot)
                     serves[slot] = number
-            if not serves:
+            active = np.asarray(self.rows.active)
+            for slot in [slot for slot in serves if not active[slot]]:
+                free.append(slot)
+                del serves[slot]
+            if not serves and not more:
+                if error is not None:
+                    raise error
                 return
-            for token in self.generate():
+            for token in self.generate() if serves else ():
                 yield token._replace(row=serves[token.row])
                 if token.reason is not None:
                     free.append(token.row)

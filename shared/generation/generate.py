@@ -117,7 +117,8 @@ def stream(
       chunk_size: see `prefill`.
       cache_dtype: see `shared.init_cache`.
       state_dtype: likewise.
-      steps_per_call: tokens a row that are made before they are fetched; None: all.
+      steps_per_call: tokens a row that are made before they are fetched, rounded up to
+        a power of two; None: all.
 
     Raises:
       ValueError: a prompt is empty, has ids outside the vocabulary, or does not fit

@@ -11,6 +11,7 @@ from shared.config import DecoderConfig
 from shared.generation.sampling import Sampling
 
 SMALLEST_BUCKET = 16
+MOST_TOKENS = 2**30  # so that no sum of two lengths leaves int32
 
 
 def check_prompts(config: DecoderConfig, prompts: Sequence[Any]) -> list[np.ndarray]:
@@ -75,7 +76,7 @@ def check_limits(max_new_tokens: Any, count: int) -> np.ndarray:
     """At most how many tokens each row gets: one number, or one a row.
 
     Raises:
-      ValueError: one is below 1, or there are too many or too few.
+      ValueError: one is out of range, or there are too many or too few.
     """
     limits = np.asarray(max_new_tokens)
     if limits.shape not in ((), (count,)) or limits.dtype.kind not in "iu":
@@ -85,6 +86,10 @@ def check_limits(max_new_tokens: Any, count: int) -> np.ndarray:
         )
     if limits.min() < 1:
         raise ValueError(f"max_new_tokens must be at least 1. Got {limits.min()}.")
+    if limits.max() > MOST_TOKENS:
+        raise ValueError(
+            f"max_new_tokens must be at most {MOST_TOKENS}. Got {limits.max()}."
+        )
     return np.broadcast_to(limits, (count,)).astype(np.int32)
 
 

@@ -41,7 +41,8 @@ class TextStream:
         return self._rest(self._decode(self._ids))
 
     def _rest(self, text: str) -> str:
-        before = self._decode(self._ids[: self._told])
+        # What ends in the middle of a character gives it out when it is complete.
+        before = self._decode(self._ids[: self._told]).rstrip("\ufffd")
         self._ids = self._ids[self._told :]
         self._told = len(self._ids)
         return text[len(before) :]

@@ -8,6 +8,7 @@ B batch, S cached positions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from jaxtyping import Array
 from shared.cache import GatedDeltaNetCache, KVCache, LayerCache, take
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder_layer
-from shared.plan import insert, node_at, run_path, stack_sizes
+from shared.plan import insert, layer_slots, node_at, run_path, stack_sizes
 
 Cache = dict[str, Any]
 
@@ -96,7 +97,8 @@ def check_cache(config: DecoderConfig, cache: Any, batch_size: int) -> None:
     if lines:
         raise ValueError(
             "The cache does not have the layout of this config and batch size. Make "
-            "it with shared.init_cache and both of these:\n  " + "\n  ".join(lines)
+            "it with shared.init_cache, this config and batch_size:\n  "
+            + "\n  ".join(lines)
         )
 
 
@@ -145,12 +147,13 @@ def position(config: DecoderConfig, cache: Cache) -> Array:
 
 
 def capacity(config: DecoderConfig, cache: Cache) -> int | None:
-    """How many tokens a row can hold; None where no layer sees all of them."""
-    sizes = [
-        node_at(cache, place.path).capacity
-        for place in config.plan.places()
-        if place.kind.is_global
-    ]
+    """How many tokens a row can hold; None where each layer holds all that it sees."""
+    sizes = []
+    for place in config.plan.places():
+        part, _ = decoder_layer.parts(config, place.kind)
+        held = node_at(cache, place.path)
+        if isinstance(held, KVCache) and held.capacity < (part.window or math.inf):
+            sizes.append(held.capacity)
     return min(sizes, default=None)
 
 
@@ -174,13 +177,13 @@ def check_room(
     room, time = capacity(config, cache), segment_ids.shape[1]
     if room is None:
         return
-    if no_padding and time > room:
-        raise ValueError(
-            f"{time} tokens a row do not fit into a cache of {room} positions: make it "
-            "with a larger max_length."
-        )
     seen = position(config, cache)
     if isinstance(seen, jax.core.Tracer) or isinstance(segment_ids, jax.core.Tracer):
+        if no_padding and time > room:
+            raise ValueError(
+                f"{time} tokens a row do not fit into a cache of {room} positions: "
+                "make it with a larger max_length."
+            )
         return
     new = np.sum(np.asarray(segment_ids) > 0, axis=1)
     total = np.where(new > 0, np.asarray(seen) + new, 0)
@@ -223,8 +226,16 @@ def reset_rows(config: DecoderConfig, cache: Cache, rows: ArrayLike) -> Cache:
       config: of the model.
       cache: in the layout of the plan.
       rows: bool [B], True for those to empty.
+
+    Raises:
+      ValueError: `rows` is not one bool a row.
     """
-    rows = jnp.asarray(rows, bool)
+    rows, count = jnp.asarray(rows), _count_rows(cache)
+    if rows.dtype != bool or rows.shape != (count,):
+        raise ValueError(
+            f"rows must be bool [{count}], one a row of the cache. Got {rows.dtype} "
+            f"{list(rows.shape)}."
+        )
     return map_rows(
         config,
         lambda leaf: jnp.where(_along(rows, leaf), jnp.zeros_like(leaf), leaf),
@@ -245,8 +256,8 @@ def insert_row(
       source: which row of `row` to put there.
 
     Raises:
-      ValueError: a cache is of another config, they hold another number of positions,
-        or other dtypes.
+      ValueError: a cache is of another config, they hold another number of positions
+        or other dtypes, or there is no such row.
     """
     for given in (cache, row):
         check_cache(config, given, _count_rows(given))
@@ -256,11 +267,18 @@ def insert_row(
                 f"The row is held in {b.dtype}, the cache in {a.dtype}: make both with "
                 "the same dtype and state_dtype."
             )
-    if capacity(config, cache) != capacity(config, row):
-        raise ValueError(
-            f"The row holds {capacity(config, row)} positions, the cache "
-            f"{capacity(config, cache)}: make both with the same max_length."
-        )
+    for held, new in zip(_key_caches(cache), _key_caches(row), strict=True):
+        if held.capacity != new.capacity:
+            raise ValueError(
+                f"The row holds {new.capacity} positions, the cache {held.capacity}: "
+                "make both with the same max_length."
+            )
+    for name, index, given in (("slot", slot, cache), ("source", source, row)):
+        known = not isinstance(index, jax.core.Tracer)
+        if known and not 0 <= int(np.asarray(index)) < _count_rows(given):
+            raise ValueError(
+                f"{name} must be one of the {_count_rows(given)} rows. Got {index}."
+            )
     return map_rows(
         config,
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(
@@ -269,6 +287,11 @@ def insert_row(
         cache,
         row,
     )
+
+
+def _key_caches(cache: Any) -> list[KVCache]:
+    leaves = jax.tree.leaves(cache, is_leaf=is_layer_cache)
+    return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
 
 
 def _count_rows(cache: Any) -> int:
@@ -297,7 +320,8 @@ def from_layer_list(config: DecoderConfig, layers: Sequence[Any]) -> Cache:
     """The inverse of `to_layer_list`.
 
     Raises:
-      ValueError: the list has another length or order than the config's layers.
+      ValueError: the list has another length or order than the config's layers, or
+        layers that are stacked differ in length or dtype.
     """
     if len(layers) != config.num_layers:
         raise ValueError(
@@ -313,7 +337,21 @@ def from_layer_list(config: DecoderConfig, layers: Sequence[Any]) -> Cache:
             "The list of layer caches does not fit the config's layers, which are "
             "counted in order:\n  " + "\n  ".join(lines)
         )
+    for group, run in config.plan.runs():
+        alike = [jax.tree.map(_form, layers[i]) for i, _ in layer_slots(group, run)]
+        for (i, _), form in zip(layer_slots(group, run), alike, strict=True):
+            if form != alike[0]:
+                first = next(layer_slots(group, run))[0]
+                raise ValueError(
+                    f"Entries {first} and {i} of the list are stacked in one run, but "
+                    "differ in length or dtype: make all with the same max_length and "
+                    "dtypes."
+                )
     return config.plan.stack(list(layers))
+
+
+def _form(leaf: Array) -> str:
+    return f"{leaf.dtype}{leaf.shape}"
 
 
 def is_layer_cache(cache: Any) -> bool:

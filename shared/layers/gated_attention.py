@@ -80,7 +80,8 @@ def apply(
     k = zero_centered_rms_norm(k, weights["k_norm"], config.norm_eps)
     q, k = (_rotate(heads, context, config) for heads in (q, k))
 
-    ring = config.window is not None
+    # A window that does not fit is no ring: what it should see would be overwritten.
+    ring = config.window is not None and cache.capacity >= config.window
     ids, slot = context.segment_ids, context.cache_slot
     order = cache.order(ids, slot)
     y = attention.attend(

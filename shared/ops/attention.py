@@ -69,7 +69,8 @@ def attend(
         window: How many tokens a query sees, itself included; `None`: all before it.
         block_size: At most `block_size ** 2` scores per head are held at a time. Where
             queries are few the blocks of keys are longer. Blocks in which no query sees
-            anything are not read: a token costs what its cache holds, not its size.
+            anything are not read: past the first block a token costs what its cache
+            holds, not its size.
     """
     batch, length, heads, width = q.shape
     key_heads, value_width = sources[0].keys.shape[2], sources[0].values.shape[3]

@@ -6,10 +6,12 @@ import functools
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 import shared
 import zoo_nnx
 from shared import generation
+from shared.config import LayerKind
 from shared.generation import Engine, Request, Sampling
 from tests.shared.generation.models import (
     PLACES,
@@ -356,3 +358,98 @@ def test_an_id_outside_the_vocabulary_is_no_other_token(bad):
     real = run(broken, empty(), lengths=np.int32([3, 4]))
     assert np.isnan(real.logits[0]).all()
     np.testing.assert_array_equal(real.logits[1], good.logits[1])
+
+
+# What was once taken and did something else.
+
+
+@pytest.mark.parametrize("limit", [2**31 - 1, 2**32 + 1, 2**62])
+def test_limits_that_do_not_fit_into_int32(limit):
+    words = ("max_new_tokens", "at most 1073741824", str(limit))
+    assert_says(lambda: list(answer_of(limit)), *words)
+
+
+def answer_of(limit):
+    return generation.stream(model_of(), weights(), [prompt(3)], max_new_tokens=limit)
+
+
+@pytest.mark.parametrize("rows", [np.int32(1), np.ones(1, bool), np.ones((1, 2), bool)])
+def test_rows_to_empty_are_told_by_a_bool_each(rows):
+    assert_says(lambda: shared.reset_rows(SMALL, empty(), rows), "rows", "bool [2]")
+
+
+@pytest.mark.parametrize(("slot", "source"), [(2, 0), (-1, 0), (0, 1)])
+def test_rows_that_are_not_there_are_not_inserted(slot, source):
+    row = empty(batch_size=1)
+    assert_says(
+        lambda: shared.insert_row(SMALL, empty(), row, slot, source),
+        "slot" if source == 0 else "source",
+        "one of the",
+    )
+
+
+SLIDING = SMALL.replace(
+    layers=(SMALL.layers[0], LayerKind("sliding_attention", "dense")),
+    attention=None,
+    sliding_attention=dataclasses.replace(SMALL.attention, window=8),
+)
+
+
+def test_a_ring_shorter_than_its_window_can_be_full():
+    """Without a full-attention layer, too: the window would lose what it should see."""
+    params, model = weights(SLIDING), model_of(config=SLIDING)
+    short = empty(SLIDING, room=TIME)
+    step = generation.prefill(model, params, TOKENS, short)
+    assert_says(
+        lambda: generation.decode(model, params, TOKENS[:, 0], step.cache),
+        "4 positions",
+        "5 in all",
+        "max_length",
+    )
+    inside = decode(model, params, TOKENS[:, 0], step.cache)
+    assert np.all(np.isnan(inside.logits))
+    long = generation.prefill(model, params, TOKENS, empty(SLIDING, room=8))
+    assert_says(
+        lambda: shared.insert_row(SLIDING, long.cache, empty(SLIDING, 1, TIME), 0),
+        "4 positions",
+        "the cache 8",
+        "max_length",
+    )
+
+
+def test_layers_of_one_run_have_one_length():
+    config = SMALL.replace(layers=SMALL.layers[:1] * 4, scan_layers=True)
+    layers = layer_list(config)
+    layers[2] = layers[2]._replace(state=layers[2].state.astype(np.float16))
+    assert_says(
+        lambda: shared.from_layer_list(config, layers), "Entries 0 and 2", "dtype"
+    )
+
+
+def test_an_engine_without_a_chunk_is_refused_at_once():
+    options = {"slots": 1, "max_length": PLACES, "chunk_size": 0}
+    assert_says(lambda: Engine(model_of(), weights(), **options), "chunk_size", "0")
+
+
+def test_a_model_in_training_decodes_without_dropout():
+    config = SMALL.replace(dropout_rate=0.5)
+    model = zoo_nnx.Decoder(config, rngs=nnx.Rngs(0))
+    model.train()
+    step = generation.prefill(
+        zoo_nnx.as_function(model), weights(), TOKENS, empty(config)
+    )
+    expected = generation.prefill(model_of(), weights(), TOKENS, empty())
+    np.testing.assert_allclose(step.logits, expected.logits, rtol=0, atol=1e-5)
+
+
+def test_positions_of_ones_own_go_on_in_decoding():
+    """A packed row whose second sequence counts from 0 is as that sequence alone."""
+    ids, own = np.int32([[1, 1, 2, 2]] * 2), np.int32([[0, 1, 0, 1]] * 2)
+    packed = prefill(
+        model_of(), weights(), TOKENS, empty(), segment_ids=ids, positions=own
+    )
+    alone = prefill(model_of(), weights(), TOKENS[:, 2:], empty())
+    token = TOKENS[:, 0]
+    step = decode(model_of(), weights(), token, packed.cache, positions=own[:, 1] + 1)
+    expected = decode(model_of(), weights(), token, alone.cache)
+    np.testing.assert_allclose(step.logits, expected.logits, rtol=0, atol=2e-5)

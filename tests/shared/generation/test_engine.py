@@ -290,3 +290,27 @@ def test_the_cache_is_given_away_and_not_copied():
     held = jax.tree.leaves(engine.cache)
     engine.generate()
     assert all(leaf.is_deleted() for leaf in held)
+
+
+def test_a_slot_freed_while_serving_takes_the_next_request():
+    engine = new_engine()
+    first, second, third = Request(prompt(3), 20), Request(prompt(7), 2), REQUESTS[4]
+    answers, freed = {0: [], 1: [], 2: []}, False
+    for token in engine.run([first, second, third]):
+        answers[token.row].append(token.token)
+        if not freed and len(answers[0]) == 2:
+            engine.free(0)
+            freed = True
+    assert answers[0] == greedy(first.prompt, 2)
+    assert answers[2] == alone(third).tokens
+    assert not np.any(engine.rows.active)
+
+
+def test_a_bad_request_is_refused_after_those_before_it_are_served():
+    engine, good = new_engine(), Request(prompt(3), 4)
+    tokens = engine.run([good, Request([], 2), Request(prompt(7), 1)])
+    answer = [next(tokens).token for _ in alone(good).tokens]
+    assert answer == alone(good).tokens
+    with pytest.raises(ValueError, match="at least one token id"):
+        next(tokens)
+    assert serve(engine, [good])[0][0] == answer  # the engine goes on
