@@ -350,7 +350,7 @@ def from_layer_list(config: DecoderConfig, layers: Sequence[Any]) -> Cache:
     return config.plan.stack(list(layers))
 
 
-def _form(leaf: Array) -> str:
+def _form(leaf: Any) -> str:
     return f"{leaf.dtype}{leaf.shape}"
 
 

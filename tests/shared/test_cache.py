@@ -452,4 +452,5 @@ def test_a_fault_in_the_window_is_seen(fault):
     finally:
         jax.clear_caches()
     error = np.abs(y - layer_in_numpy(x)).max(axis=(0, 2))
+    error = np.nan_to_num(error, nan=np.inf)  # a ring too small for its window is full
     assert error[PROMPT:].min() > 1e-3  # every step past the wrap
