@@ -28,7 +28,9 @@ class TextStream:
     def __init__(self, decode: Callable[[list[int]], str], prompt: Sequence[int] = ()):
         self._decode = decode
         self._ids = list(map(int, prompt))[-_CONTEXT:]
-        self._told = len(self._ids)  # ids whose text was given out
+        self._told = len(self._ids)  # ids whose text, `_before`, was given out
+        # A character that ends after the prompt is given out when it is complete.
+        self._before = decode(self._ids).rstrip("\ufffd")
 
     def push(self, token: int) -> str:
         """The text that is certain with one more token, often none."""
@@ -41,8 +43,7 @@ class TextStream:
         return self._rest(self._decode(self._ids))
 
     def _rest(self, text: str) -> str:
-        # What ends in the middle of a character gives it out when it is complete.
-        before = self._decode(self._ids[: self._told]).rstrip("\ufffd")
+        rest = text[len(self._before) :]
         self._ids = self._ids[self._told :]
-        self._told = len(self._ids)
-        return text[len(before) :]
+        self._told, self._before = len(self._ids), self._decode(self._ids)
+        return rest

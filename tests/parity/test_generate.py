@@ -234,6 +234,11 @@ def test_bytes_of_no_character_are_told_in_the_end():
     assert stream.close() == ""
 
 
+def test_a_character_that_begins_in_the_prompt_is_told():
+    stream = TextStream(utf8, prompt=b"a\xc3")
+    assert stream.push(0xA9) == "é"
+
+
 def test_a_space_that_depends_on_the_token_before_is_kept():
     pieces = {1: "to", 2: " be"}
     # As sentencepiece decodes: the text does not begin with a space.
