@@ -23,6 +23,8 @@ from parity.trees import Comparison, Difference, compare_bytes, compare_structur
 from shared import generation
 from shared.generation import prompts as checks
 from shared.generation import rows as row_states
+from shared.generation.generate import tokens_of
+from shared.generation.rows import Emitted
 
 Plain = Callable[[Mapping[str, Any], Example], Mapping[str, Any]]
 
@@ -374,21 +376,12 @@ def stream_both(
     states = decoders.both(begin, sides)
     for step in itertools.count():
         (first, _), (second, _) = states
-        tokens = list(_tokens(first, request))
+        emitted = Emitted(first.ids, first.log_probs, first.new, first.last)
+        tokens = list(tokens_of(emitted, request.stop_tokens))
         yield tokens, compare_moments(config, first, second, _name(step))
         if not any(np.any(rows.active) for _, rows in states):
             return
         states = decoders.both(go_on, list(zip(sides, states, strict=True)))
-
-
-def _tokens(found: Generated, request: Request) -> Iterator[generation.Token]:
-    ids, log_probs = np.asarray(found.ids), np.asarray(found.log_probs)
-    for row in np.flatnonzero(found.new):
-        reason = None
-        if found.last[row]:
-            reason = "stop" if ids[row] in request.stop_tokens else "length"
-        token, log_prob = int(ids[row]), float(log_probs[row])
-        yield generation.Token(int(row), token, log_prob, reason)
 
 
 def _begin(

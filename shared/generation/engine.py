@@ -204,7 +204,7 @@ class Engine:
                 except ValueError as wrong:
                     more, error = False, wrong
                     break
-                (token,) = tokens_of(_step_of_one(prefix.first), self._stop)
+                (token,) = tokens_of(prefix.first, self._stop)
                 yield token._replace(row=number)
                 if token.reason is None:
                     slot = free.popleft()
@@ -241,10 +241,6 @@ def _idle_rows(count: int, vocab_size: int) -> Rows:
         seen=jnp.zeros((count, vocab_size), bool),
         sampling=Sampling.create(count),
     )
-
-
-def _step_of_one(emitted: Emitted) -> Emitted:
-    return jax.tree.map(lambda leaf: leaf[None], emitted)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames=("cache", "rows"))

@@ -159,15 +159,15 @@ def _tokens(
     steps: int,
 ) -> Iterator[Token]:
     cache, rows, first = begun
-    yield from tokens_of(jax.tree.map(lambda leaf: leaf[None], first), stop)
+    yield from tokens_of(first, stop)
     while np.any(rows.active):
         cache, rows, emitted = go_on(model, params, cache, rows, stop, steps)
         yield from tokens_of(emitted, stop)
 
 
 def tokens_of(emitted: Emitted, stop: np.ndarray) -> Iterator[Token]:
-    """The tokens of N steps [N, B] in order, row after row within a step."""
-    token, log_prob, new, last = map(np.asarray, emitted)
+    """The tokens of one step [B], or of N [N, B] in order, row after row in each."""
+    token, log_prob, new, last = map(np.atleast_2d, emitted)
     for step, row in zip(*np.nonzero(new), strict=True):
         value, reason = int(token[step, row]), None
         if last[step, row]:

@@ -289,15 +289,19 @@ def insert_row(
     )
 
 
-def _key_caches(cache: Any) -> list[KVCache]:
+def _layer_caches(cache: Any) -> list[LayerCache]:
+    """The layer caches of a cache in any layout; stacked ones count once."""
     leaves = jax.tree.leaves(cache, is_leaf=is_layer_cache)
-    return [leaf for leaf in leaves if isinstance(leaf, KVCache)]
+    return [leaf for leaf in leaves if is_layer_cache(leaf)]
+
+
+def _key_caches(cache: Any) -> list[KVCache]:
+    return [held for held in _layer_caches(cache) if isinstance(held, KVCache)]
 
 
 def _count_rows(cache: Any) -> int:
     """Rows of a cache in any layout; 0 where there is no layer cache."""
-    leaves = jax.tree.leaves(cache, is_leaf=is_layer_cache)
-    return next((x.position.shape[-1] for x in leaves if is_layer_cache(x)), 0)
+    return next((held.position.shape[-1] for held in _layer_caches(cache)), 0)
 
 
 def _along(rows: Array, leaf: Array) -> Array:
@@ -329,7 +333,7 @@ def from_layer_list(config: DecoderConfig, layers: Sequence[Any]) -> Cache:
             "layers: give one entry a layer, in order."
         )
     lines: list[str] = []
-    batch_size = next((x.position.shape[0] for x in layers if is_layer_cache(x)), 1)
+    batch_size = _count_rows(list(layers)) or 1
     for index, (kind, held) in enumerate(zip(config.layers, layers, strict=True)):
         lines += _differences(config, kind, held, f"entry {index}", (), batch_size)
     if lines:
