@@ -70,3 +70,17 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
                 pytest.skip(f'needs {package}: pip install -e ".[hf]"')
     if item.get_closest_marker("gpu") and jax.default_backend() != "gpu":
         pytest.skip("needs a GPU: JAX_PLATFORMS=cuda,cpu pytest -m gpu")
+
+
+# Linux grants a process 65530 mappings, and kills it in the middle of compiling when it
+# asks for more. A compiled program takes a dozen, and a worker compiles thousands.
+MOST_MAPPINGS = 20_000
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Between modules, which share no programs, drops the compiled ones if many."""
+    if nextitem is None or item.path == nextitem.path:
+        return
+    mappings = pathlib.Path("/proc/self/maps")
+    if mappings.exists() and mappings.read_bytes().count(b"\n") > MOST_MAPPINGS:
+        jax.clear_caches()

@@ -388,15 +388,13 @@ def test_dtypes_of_leaves_and_outputs(param_dtype, dtype):
 @pytest.mark.parametrize("frontend", ["linen", "nnx"])
 def test_the_residual_stream_has_the_dtype_of_the_config(frontend):
     config = SMALL.replace(dtype="bfloat16")
-    states = jax.eval_shape(
-        lambda params: (
-            apply_of(frontend, config)(
-                params, jnp.zeros((1, 3), jnp.int32), output_hidden_states=True
-            ).hidden_states
-        ),
+    apply = apply_of(frontend, config)  # cached: not to be built while tracing
+    tokens = jnp.zeros((1, 3), jnp.int32)
+    output = jax.eval_shape(
+        lambda params: apply(params, tokens, output_hidden_states=True),
         shared.abstract_params(config),
     )
-    assert [leaf.dtype for leaf in states] == [jnp.bfloat16] * 3
+    assert [leaf.dtype for leaf in output.hidden_states] == [jnp.bfloat16] * 3
 
 
 # Caches.

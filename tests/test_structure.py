@@ -311,8 +311,9 @@ class ScannedDecoder(nnx.Module):
         self.layers = stacked(2, "blocks", make, rngs)
         self.layers_remainder = LocalLayers(config, 1, rngs=rngs)
 
-    def __call__(self, tokens):
+    def __call__(self, tokens, *, deterministic=True):
         config, context = self.config, shared.Context.create(tokens.shape)
+        assert deterministic  # `as_function` says so; nothing here is random
         outer = {name: getattr(self, name)[...] for name in decoder.outer_specs(config)}
         x = decoder.embed(outer, tokens, context, config)
         x, router = scan_modules(

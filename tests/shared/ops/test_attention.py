@@ -417,17 +417,17 @@ def test_one_token_reads_a_cache_of_a_few_blocks_in_one_piece():
 
 def test_one_token_does_not_read_the_blocks_that_hold_nothing():
     # What is read unseen must be finite; what is not read may be anything.
-    length, used = 5000, 600
+    length, used = 5000, 600  # blocks of 1667, and only the first holds something
     cache = long_cache(length, used)
     q, one = jnp.ones((1, 1, N, H)), jnp.ones((1, 1), jnp.int32)
     short = Keys(*(x[:, :used] for x in cache))
-    expected = attend(q, one, used * one, [short])
+    expected = attend(q, one, used * one, [short], block_size=256)
     unread = jnp.arange(length)[None, :, None, None] >= 2048
     poisoned = cache._replace(
         keys=jnp.where(unread, jnp.nan, cache.keys),
         values=jnp.where(unread, jnp.nan, cache.values),
     )
-    y = attend(q, one, used * one, [poisoned])
+    y = attend(q, one, used * one, [poisoned], block_size=256)
     np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
 
 
@@ -435,7 +435,7 @@ def test_the_last_block_of_a_cache_counts_no_key_twice():
     length = 5000  # three blocks of 1667: one place stands in two
     cache = long_cache(length, length)
     q, one = jnp.ones((1, 1, N, H)), jnp.ones((1, 1), jnp.int32)
-    y = attend(q, one, length * one, [cache])
+    y = attend(q, one, length * one, [cache], block_size=256)
     pieces = [
         Keys(*(x[:, i : i + 1000] for x in cache)) for i in range(0, length, 1000)
     ]
