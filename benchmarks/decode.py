@@ -1,6 +1,7 @@
 """Prefill and decoding beside Hugging Face on one CPU core, and what they depend on.
 
-python benchmarks/decode.py [--hf-python=PYTHON] [--rounds=5] [--json=FILE]
+python benchmarks/decode.py [--hf-python=PYTHON] [--parts=hf,growth,forms]
+  [--rounds=5] [--json=FILE]
 
 Exit status 0: every claim holds; 1: one does not. README.md beside this file tells what
 is measured and holds the numbers seen.
@@ -59,6 +60,12 @@ def main() -> int:
     parser.add_argument(
         "--hf-python", help="a Python with torch and transformers; none: no peer"
     )
+    parser.add_argument(
+        "--parts",
+        type=lambda text: text.split(","),
+        default=["hf", "growth", "forms"],
+        help="what to measure: hf, growth, forms",
+    )
     parser.add_argument("--rounds", type=int, default=5, help="alternated runs a side")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers there")
     parser.add_argument("--serve", metavar="LAYOUT", help=argparse.SUPPRESS)
@@ -66,14 +73,29 @@ def main() -> int:
     if options.serve:
         _serve(options.serve)
         return 0
-    claims = [*_growth(options.rounds), *_forms(options.rounds)]
-    if options.hf_python:
-        claims += _beside_hf(options.hf_python, options.rounds)
-    _print(claims)
+    claims = []
+    for claim in _measure(options):
+        claims.append(claim)
+        print(_row(claim), flush=True)
     if options.json:
         rows = [dataclasses.asdict(claim) for claim in claims]
         options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0 if all(claim.ok for claim in claims) else 1
+
+
+def _measure(options: argparse.Namespace) -> Iterator[Claim]:
+    if "hf" in options.parts and options.hf_python:
+        yield from _beside_hf(options.hf_python, options.rounds)
+    if "growth" in options.parts:
+        yield from _growth(options.rounds)
+    if "forms" in options.parts:
+        yield from _forms(options.rounds)
+
+
+def _row(claim: Claim) -> str:
+    verdict = f"{claim.limit}: {'holds' if claim.ok else 'FAILS'}" * bool(claim.limit)
+    seconds = f"{claim.one:8.4f} s {claim.other:8.4f} s"
+    return f"{claim.name:72} {seconds} {claim.ratio:6.2f} {verdict}".rstrip()
 
 
 # Both sides are processes that answer a line with CPU and wall seconds.
@@ -216,21 +238,6 @@ def _claim(
         "" if limit == "<= inf" else limit,
         at_least <= one / other <= at_most,
     )
-
-
-def _print(claims: list[Claim]) -> None:
-    import rich.console
-    import rich.table
-
-    table = rich.table.Table()
-    for column in ("what", "s", "beside", "ratio", "limit"):
-        table.add_column(column, justify="left" if column == "what" else "right")
-    for claim in claims:
-        ratio = f"{claim.ratio:.2f}" + ("" if claim.ok else " FAILS")
-        table.add_row(
-            claim.name, f"{claim.one:.4f}", f"{claim.other:.4f}", ratio, claim.limit
-        )
-    rich.console.Console().print(table)
 
 
 # Our side.

@@ -21,7 +21,6 @@ from parity.pairs import tolerance
 from parity.reporting.report import Status, Tier
 from parity.trees import Comparison, Difference, compare_bytes, compare_structure
 from shared import generation
-from shared.generation import prompts as checks
 from shared.generation import rows as row_states
 from shared.generation.generate import tokens_of
 from shared.generation.rows import Emitted
@@ -276,57 +275,6 @@ def _as_dicts(config: shared.DecoderConfig, moment: Any) -> dict[str, Any]:
 # Generation in both frontends, with all settings.
 
 
-class Request(NamedTuple):
-    """Checked prompts, and how they are continued.
-
-    Attributes:
-      prompts: token ids, an array a row.
-      limits: [B], at most so many new tokens.
-      stop_tokens: ids that end an answer.
-      sampling: an entry a row.
-      max_length: positions of the cache.
-      chunk_size: see `generation.prefill`.
-    """
-
-    prompts: list[np.ndarray]
-    limits: np.ndarray
-    stop_tokens: np.ndarray
-    sampling: generation.Sampling
-    max_length: int
-    chunk_size: int | None
-
-    @staticmethod
-    def create(
-        config: shared.DecoderConfig,
-        prompts: Sequence[Any],
-        max_new_tokens: Any,
-        *,
-        stop_tokens: Any = None,
-        max_length: int | None = None,
-        chunk_size: int | None = None,
-        **sampling: Any,
-    ) -> Request:
-        """A request; arguments are those of `generation.stream` and `Sampling.create`.
-
-        Raises:
-          ValueError: one of them is no good.
-        """
-        read = checks.check_prompts(config, prompts)
-        limits = checks.check_limits(max_new_tokens, len(read))
-        lengths = np.array([len(prompt) for prompt in read])
-        if max_length is None:
-            max_length = checks.bucket(int((lengths + limits - 1).max()))
-        checks.check_fits(lengths, limits, max_length)
-        return Request(
-            read,
-            limits,
-            checks.check_stop_tokens(config, stop_tokens),
-            generation.Sampling.create(len(read), **sampling),
-            max_length,
-            chunk_size,
-        )
-
-
 class Generated(NamedTuple):
     """What a call of generation gives.
 
@@ -350,14 +298,17 @@ class Generated(NamedTuple):
 def stream_both(
     sides: Sequence[generation.DecoderFunction],
     params: Mapping[str, Any],
-    request: Request,
+    batch: generation.Batch,
+    *,
+    chunk_size: int | None = None,
 ) -> Iterator[tuple[list[generation.Token], Comparison]]:
     """Continues prompts in both frontends, step by step.
 
     Args:
       sides: both decoders. The tokens are the first one's.
       params: of both.
-      request: prompts and settings.
+      batch: prompts and settings.
+      chunk_size: see `generation.prefill`.
 
     Returns:
       Of each step the new tokens, and how the two compare in all they computed.
@@ -366,59 +317,41 @@ def stream_both(
 
     def begin(side: generation.DecoderFunction) -> Any:
         with jax.default_matmul_precision("highest"):
-            return _begin(side, params, request)
+            cache = shared.init_cache(side.config, len(batch.lengths), batch.max_length)
+            return _begin(side, params, cache, batch, chunk_size)
 
     def go_on(at: Any) -> Any:
         side, (found, rows) = at
         with jax.default_matmul_precision("highest"):
-            return _go_on(side, params, found.cache, rows, request.stop_tokens)
+            return _go_on(side, params, found.cache, rows, batch.stop_tokens)
 
     states = decoders.both(begin, sides)
     for step in itertools.count():
         (first, _), (second, _) = states
         emitted = Emitted(first.ids, first.log_probs, first.new, first.last)
-        tokens = list(tokens_of(emitted, request.stop_tokens))
+        tokens = list(tokens_of(emitted, batch.stop_tokens))
         yield tokens, compare_moments(config, first, second, _name(step))
         if not any(np.any(rows.active) for _, rows in states):
             return
         states = decoders.both(go_on, list(zip(sides, states, strict=True)))
 
 
-def _begin(
-    model: generation.DecoderFunction, params: Mapping[str, Any], request: Request
-) -> tuple[Generated, row_states.Rows]:
-    lengths = np.array([len(prompt) for prompt in request.prompts], np.int32)
-    time = min(checks.bucket(int(lengths.max())), request.max_length)
-    return _prefill(
-        model,
-        params,
-        shared.init_cache(model.config, len(lengths), request.max_length),
-        checks.pad_right(request.prompts, time),
-        lengths,
-        request.limits,
-        request.sampling,
-        request.stop_tokens,
-        request.chunk_size,
-    )
-
-
 @functools.partial(jax.jit, static_argnames=("model", "chunk_size"))
-def _prefill(
+def _begin(
     model: generation.DecoderFunction,
     params: Mapping[str, Any],
     cache: Any,
-    prompts: Any,
-    lengths: Any,
-    limits: Any,
-    sampling: generation.Sampling,
-    stop: Any,
+    batch: generation.Batch,
     chunk_size: int | None,
 ) -> tuple[Generated, row_states.Rows]:
+    tokens, lengths, limits, sampling, stop_tokens, _ = batch
     step = generation.prefill(
-        model, params, prompts, cache, lengths=lengths, chunk_size=chunk_size
+        model, params, tokens, cache, lengths=lengths, chunk_size=chunk_size
     )
-    started = row_states.start(step.logits, prompts, lengths, limits, sampling, stop)
-    return _generated(step, *started)
+    return _generated(
+        step,
+        *row_states.start(step.logits, tokens, lengths, limits, sampling, stop_tokens),
+    )
 
 
 @functools.partial(jax.jit, static_argnames="model")

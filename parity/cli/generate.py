@@ -103,7 +103,7 @@ def run(
     config, folder = zoo.resolve(target, layout)
     tokenizer = _Tokenizer(target, folder)
     prompts = [_ids_of(text, tokenizer, options["text"]) for text in options["prompt"]]
-    request = _request(config, prompts, options)
+    batch = _batch(config, prompts, options)
     params = _params(target, config, folder, layout, options["seed"])
 
     names = [options["frontend"]]
@@ -113,7 +113,7 @@ def run(
     tokens, compared, steps = [], Comparison(), 0
     streams = [tokenizer.stream(prompt) for prompt in prompts]
     printer, clock = _Printer(console, streams), _Clock()
-    for new, step in _steps(sides, params, request):
+    for new, step in _steps(sides, params, batch, options["chunk_size"]):
         for token in new:
             clock.count(token.row)
             printer.push(token)
@@ -202,23 +202,24 @@ def _integers(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"[+-]?\d+", text)]
 
 
-def _request(
+def _batch(
     config: shared.DecoderConfig, prompts: Sequence[Any], options: Mapping[str, Any]
-) -> decoding.Request:
+) -> generation.Batch:
     if not prompts:
         raise UsageError('Give a prompt: --prompt="5 17 2", once or more often.')
     stop = options["stop"]
     if stop is not None and not all(_IDS.fullmatch(text) for text in stop):
         raise UsageError(f"--stop takes token ids. Got {','.join(stop)}.")
     try:
-        return decoding.Request.create(
+        return generation.Batch.create(
             config,
             prompts,
             options["max_new_tokens"],
+            sampling=generation.Sampling.create(
+                len(prompts), **{name: options[name] for name in _SAMPLING}
+            ),
             stop_tokens=None if stop is None else [int(text) for text in stop],
             max_length=options["max_length"],
-            chunk_size=options["chunk_size"],
-            **{name: options[name] for name in _SAMPLING},
         )
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
@@ -258,20 +259,21 @@ def _side(
 def _steps(
     sides: Sequence[generation.DecoderFunction],
     params: Mapping[str, Any],
-    request: decoding.Request,
+    batch: generation.Batch,
+    chunk_size: int | None,
 ) -> Iterator[tuple[list[generation.Token], Comparison]]:
     if len(sides) > 1:
-        yield from decoding.stream_both(sides, params, request)
+        yield from decoding.stream_both(sides, params, batch, chunk_size=chunk_size)
         return
     stream = generation.stream(
         sides[0],
         params,
-        request.prompts,
-        max_new_tokens=request.limits,
-        sampling=request.sampling,
-        stop_tokens=request.stop_tokens,
-        max_length=request.max_length,
-        chunk_size=request.chunk_size,
+        batch.prompts,
+        max_new_tokens=batch.limits,
+        sampling=batch.sampling,
+        stop_tokens=batch.stop_tokens,
+        max_length=batch.max_length,
+        chunk_size=chunk_size,
     )
     yield from (([token], Comparison()) for token in stream)
 

@@ -20,9 +20,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from shared.generation import prompts as checks
 from shared.generation.decoding import DecoderFunction, Params
 from shared.generation.generate import Token, begin, go_on, tokens_of
+from shared.generation.prompts import Batch, check_stop_tokens
 from shared.generation.rows import Emitted, Rows
 from shared.generation.sampling import Sampling
 from shared.layers.decoder_cache import init_cache, insert_row, reset_rows
@@ -106,7 +106,7 @@ class Engine:
         self.chunk_size = chunk_size
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size must be at least 1. Got {chunk_size}.")
-        self._stop = checks.check_stop_tokens(model.config, stop_tokens)
+        self._stop = check_stop_tokens(model.config, stop_tokens)
         self._new_cache = functools.partial(
             init_cache,
             model.config,
@@ -124,23 +124,17 @@ class Engine:
           ValueError: the prompt is empty, has ids outside the vocabulary, or does not
             fit with its answer into a slot; or the limit is below 1.
         """
-        config = self.model.config
-        prompt = checks.check_prompt(config, request.prompt)
-        limit = checks.check_limits(request.max_new_tokens, 1)
-        checks.check_fits([len(prompt)], limit, self.max_length)
-        sampling = request.sampling or Sampling.create(1)
-        checks.check_rows(sampling, 1)
-        length = min(checks.bucket(len(prompt)), self.max_length)
+        batch = Batch.create(
+            self.model.config,
+            [request.prompt],
+            request.max_new_tokens,
+            sampling=request.sampling,
+            stop_tokens=self._stop,
+            max_length=self.max_length,
+        )
+        cache = self._new_cache(batch_size=1)
         cache, rows, first = begin(
-            self.model,
-            self.params,
-            self._new_cache(batch_size=1),
-            checks.pad_right([prompt], length),
-            np.array([len(prompt)], np.int32),
-            limit,
-            sampling,
-            self._stop,
-            self.chunk_size,
+            self.model, self.params, cache, batch, self.chunk_size
         )
         return Prefix(cache, rows, first)
 

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from shared.generation import prompts as checks
 from shared.generation.decoding import DecoderFunction, Params, prefill
+from shared.generation.prompts import Batch, bucket
 from shared.generation.rows import Emitted, Rows, advance_many, start
 from shared.generation.sampling import Sampling
 from shared.layers.decoder_cache import init_cache
@@ -124,31 +124,27 @@ def stream(
       ValueError: a prompt is empty, has ids outside the vocabulary, or does not fit
         with its answer into `max_length`; a stop token is unknown; a limit is below 1.
     """
-    config = model.config
-    read = checks.check_prompts(config, prompts)
-    limits = checks.check_limits(max_new_tokens, len(read))
-    stop = checks.check_stop_tokens(config, stop_tokens)
-    lengths = np.array([len(prompt) for prompt in read], np.int32)
-    time = checks.bucket(int(lengths.max()))
-    if max_length is None:
-        max_length = checks.bucket(int(max(time, (lengths + limits - 1).max())))
-    checks.check_fits(lengths, limits, max_length)
-    if sampling is None:
-        sampling = Sampling.create(len(read))
-    checks.check_rows(sampling, len(read))
+    batch = Batch.create(
+        model.config,
+        prompts,
+        max_new_tokens,
+        sampling=sampling,
+        stop_tokens=stop_tokens,
+        max_length=max_length,
+    )
     if steps_per_call is not None and steps_per_call < 1:
         raise ValueError(f"steps_per_call must be at least 1. Got {steps_per_call}.")
-
-    most = int(limits.max()) - 1
+    most = int(batch.limits.max()) - 1
     steps = most if steps_per_call is None else min(steps_per_call, most)
     cache = init_cache(
-        config, len(read), max_length, cache_dtype, state_dtype=state_dtype
+        model.config,
+        len(prompts),
+        batch.max_length,
+        cache_dtype,
+        state_dtype=state_dtype,
     )
-    padded = checks.pad_right(read, min(time, max_length))
-    begun = begin(
-        model, params, cache, padded, lengths, limits, sampling, stop, chunk_size
-    )
-    return _tokens(model, params, begun, stop, checks.bucket(max(steps, 1), 1))
+    begun = begin(model, params, cache, batch, chunk_size)
+    return _tokens(model, params, begun, batch.stop_tokens, bucket(max(steps, 1), 1))
 
 
 def _tokens(
@@ -182,18 +178,13 @@ def begin(
     model: DecoderFunction,
     params: Params,
     cache: Any,
-    prompts: Any,
-    lengths: Any,
-    limits: Any,
-    sampling: Sampling,
-    stop: Any,
+    batch: Batch,
     chunk_size: int | None,
 ) -> tuple[Any, Rows, Emitted]:
-    """Reads prompts [B, T] padded on the right, and chooses the first tokens."""
-    step = prefill(
-        model, params, prompts, cache, lengths=lengths, chunk_size=chunk_size
-    )
-    rows, emitted = start(step.logits, prompts, lengths, limits, sampling, stop)
+    """Reads a batch of prompts, and chooses the first tokens."""
+    tokens, lengths, limits, sampling, stop_tokens, _ = batch
+    step = prefill(model, params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
+    rows, emitted = start(step.logits, tokens, lengths, limits, sampling, stop_tokens)
     return step.cache, rows, emitted
 
 

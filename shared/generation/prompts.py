@@ -1,9 +1,12 @@
-"""What a caller asks for, checked on the host before anything is compiled or run."""
+"""What a caller asks for, checked on the host before anything is compiled or run.
+
+B rows, T time.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,6 +15,61 @@ from shared.generation.sampling import Sampling
 
 SMALLEST_BUCKET = 16
 MOST_TOKENS = 2**30  # so that no sum of two lengths leaves int32
+
+
+class Batch(NamedTuple):
+    """Checked prompts, and how they are continued.
+
+    Attributes:
+      tokens: int32 [B, T], filled up on the right, `T` a bucket if it fits.
+      lengths: [B], tokens of each prompt.
+      limits: [B], at most so many new ones.
+      sampling: an entry a row.
+      stop_tokens: ids that end an answer.
+      max_length: positions of the cache.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    limits: np.ndarray
+    sampling: Sampling
+    stop_tokens: np.ndarray
+    max_length: int
+
+    @property
+    def prompts(self) -> list[np.ndarray]:
+        """The prompts as they were given."""
+        rows = zip(self.tokens, self.lengths, strict=True)
+        return [row[:length] for row, length in rows]
+
+    @staticmethod
+    def create(
+        config: DecoderConfig,
+        prompts: Sequence[Any],
+        max_new_tokens: Any,
+        *,
+        sampling: Sampling | None = None,
+        stop_tokens: Any = None,
+        max_length: int | None = None,
+    ) -> Batch:
+        """A batch; the arguments are those of `generation.stream`.
+
+        Raises:
+          ValueError: one of them is no good, or they do not fit together.
+        """
+        read = check_prompts(config, prompts)
+        limits = check_limits(max_new_tokens, len(read))
+        stop_tokens = check_stop_tokens(config, stop_tokens)
+        lengths = np.array([len(prompt) for prompt in read], np.int32)
+        time = bucket(int(lengths.max()))
+        if max_length is None:
+            max_length = bucket(int(max(time, (lengths + limits - 1).max())))
+        check_fits(lengths, limits, max_length)
+        if sampling is None:
+            sampling = Sampling.create(len(read))
+        check_rows(sampling, len(read))
+        tokens = pad_right(read, min(time, max_length))
+        return Batch(tokens, lengths, limits, sampling, stop_tokens, max_length)
 
 
 def check_prompts(config: DecoderConfig, prompts: Sequence[Any]) -> list[np.ndarray]:

@@ -57,10 +57,12 @@ def gated_delta_rule_stepwise(
         q, k, v, log_decay, beta, starts, real = token
         decayed = jnp.exp(log_decay)[..., None, None] * state
         decayed = jnp.where(starts, 0, decayed)
-        read = jnp.einsum("bhrde,bhd->bhre", decayed, k, precision=precision)
+        # A key for each value head, or the product would first transpose the state.
+        q, k = (jnp.broadcast_to(x[:, :, None], state.shape[:-1]) for x in (q, k))
+        read = jnp.einsum("bhrd,bhrde->bhre", k, decayed, precision=precision)
         delta = beta[..., None] * (v - read)
-        written = decayed + k[:, :, None, :, None] * delta[..., None, :]
-        o = jnp.einsum("bhrde,bhd->bhre", written, q, precision=precision)
+        written = decayed + k[..., None] * delta[..., None, :]
+        o = jnp.einsum("bhrd,bhrde->bhre", q, written, precision=precision)
         return jnp.where(real, written, state), o
 
     def over_time(x):
@@ -79,7 +81,11 @@ def gated_delta_rule_stepwise(
         over_time(real)[..., None, None, None, None],
     )
     grouped = state.astype(dtype).reshape(batch, key_heads, -1, *state.shape[2:])
-    grouped, o = jax.lax.scan(step, grouped, tokens)
+    if q.shape[1] == 1:
+        grouped, o = step(grouped, jax.tree.map(lambda x: x[0], tokens))
+        o = o[None]
+    else:
+        grouped, o = jax.lax.scan(step, grouped, tokens)
     return over_time(o).reshape(v.shape).astype(v.dtype), grouped.reshape(state.shape)
 
 

@@ -51,14 +51,106 @@ def expert_mlp(
     scale = jnp.where(real[:, None], weights, 0).astype(dtype)
     scale = _permute(scale.reshape(-1, 1), order, place)
 
-    gate = grouped_matmul(rows, gate_proj, sizes).astype(dtype)
-    up = grouped_matmul(rows, up_proj, sizes).astype(dtype)
-    hidden = (jax.nn.silu(gate) * up * scale).astype(x.dtype)
-    y = grouped_matmul(hidden, down_proj, sizes)
+    small = tokens * choices <= MOST_ROWS * gate_proj.shape[0]
+    mlp = mlp_of_small_groups if small else mlp_by_matrix
+    y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes)
 
     y = _permute(y, place, order).reshape(tokens, choices, -1)
     y = jnp.where(real[:, None, None], y, 0)
     return jnp.sum(y, axis=1, dtype=dtype).astype(x.dtype)
+
+
+def mlp_by_matrix(
+    rows: Float[Array, "R D"],
+    scale: Float[Array, "R 1"],
+    gate_proj: Float[Array, "E D F"],
+    up_proj: Float[Array, "E D F"],
+    down_proj: Float[Array, "E F D"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R D"]:
+    """down(silu(gate x) * up x * scale) for rows sorted by group, matrix by matrix."""
+    gate = grouped_matmul(rows, gate_proj, group_sizes).astype(scale.dtype)
+    up = grouped_matmul(rows, up_proj, group_sizes).astype(scale.dtype)
+    hidden = (jax.nn.silu(gate) * up * scale).astype(rows.dtype)
+    return grouped_matmul(hidden, down_proj, group_sizes)
+
+
+@jax.custom_vjp
+def mlp_of_small_groups(
+    rows: Float[Array, "R D"],
+    scale: Float[Array, "R 1"],
+    gate_proj: Float[Array, "E D F"],
+    up_proj: Float[Array, "E D F"],
+    down_proj: Float[Array, "E F D"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R D"]:
+    """`mlp_by_matrix` for groups of a few rows; on a CPU by the form for them."""
+    return jax.lax.platform_dependent(
+        rows,
+        scale,
+        gate_proj,
+        up_proj,
+        down_proj,
+        group_sizes,
+        cpu=mlp_by_group,
+        default=mlp_by_matrix,
+    )
+
+
+def _mlp_of_small_groups_forward(*args):
+    return mlp_of_small_groups(*args), args
+
+
+def _mlp_of_small_groups_backward(args, gradient):
+    *inputs, group_sizes = args
+    _, transpose = jax.vjp(lambda *inputs: mlp_by_matrix(*inputs, group_sizes), *inputs)
+    return *transpose(gradient), None
+
+
+mlp_of_small_groups.defvjp(_mlp_of_small_groups_forward, _mlp_of_small_groups_backward)
+
+
+def mlp_by_group(
+    rows: Float[Array, "R D"],
+    scale: Float[Array, "R 1"],
+    gate_proj: Float[Array, "E D F"],
+    up_proj: Float[Array, "E D F"],
+    down_proj: Float[Array, "E F D"],
+    group_sizes: Int[Array, " E"],
+) -> Float[Array, "R D"]:
+    """`mlp_by_matrix` by a loop over the groups that have rows, and over their rows.
+
+    XLA for CPU packs a matrix for a product of a few rows, which costs more than the
+    product: one row at a time is faster (see `shared.ops.matmul`), from the cache.
+    Rows after the last group come out zero.
+    """
+    accumulator = scale.dtype
+    end = jnp.cumsum(group_sizes)
+    used = jnp.argsort(group_sizes == 0, stable=True)
+
+    def product(row, matrix):  # rounded as `grouped_matmul` rounds
+        y = jnp.dot(row, matrix, preferred_element_type=accumulator)
+        return y.astype(row.dtype).astype(accumulator)
+
+    def multiply_group(n, y):
+        tied = jax.lax.optimization_barrier((gate_proj, up_proj, down_proj, used[n]))
+        *stacks, group = tied  # see `_multiply_blocks`
+        gate, up, down = (
+            jax.lax.dynamic_index_in_dim(stack, group, keepdims=False)
+            for stack in stacks
+        )
+
+        def multiply_row(r, y):
+            row, weight = rows[r], scale[r]
+            hidden = jax.nn.silu(product(row, gate)) * product(row, up) * weight
+            out = product(hidden.astype(row.dtype), down)
+            return jax.lax.dynamic_update_index_in_dim(y, out.astype(y.dtype), r, 0)
+
+        start = end[group] - group_sizes[group]
+        return jax.lax.fori_loop(start, end[group], multiply_row, y)
+
+    count = jnp.sum(group_sizes > 0, dtype=group_sizes.dtype)
+    return jax.lax.fori_loop(0, count, multiply_group, jnp.zeros_like(rows))
 
 
 @jax.custom_vjp
@@ -198,8 +290,7 @@ def _multiply_blocks(
     """Rows times their group's matrix, over the matrix's axis `contract`.
 
     A block is read and written as `size` rows even where fewer are its own. What it
-    writes past its end is the place of the next block, which overwrites it later. Few
-    rows are multiplied one by one (see `shared.ops.matmul`), their own only.
+    writes past its end is the place of the next block, which overwrites it later.
     """
     blocks = _blocks(group_sizes, rows.shape[0])
     accumulator = np.promote_types(rows.dtype, np.float32)
@@ -211,17 +302,7 @@ def _multiply_blocks(
         tied, group = jax.lax.optimization_barrier((weights, blocks.group[block]))
         matrix = jax.lax.dynamic_index_in_dim(tied, group, keepdims=False)
         start = blocks.start[block]
-        if blocks.size > MOST_ROWS:
-            return multiply_rows(start, matrix, blocks.size, y)
-        return jax.lax.fori_loop(
-            start,
-            start + blocks.rows[block],
-            lambda row, y: multiply_rows(row, matrix, 1, y),
-            y,
-        )
-
-    def multiply_rows(start, matrix, count, y):
-        part = jax.lax.dynamic_slice_in_dim(padded, start, count)
+        part = jax.lax.dynamic_slice_in_dim(padded, start, blocks.size)
         product = jax.lax.dot_general(
             part,
             matrix,

@@ -210,22 +210,11 @@ def test_a_step_is_not_filled_up_to_a_chunk_of_the_delta_rule():
 
 
 def test_the_cache_is_given_away_and_not_copied():
-    cache = shared.init_cache(SMALL, 3, PLACES)
-    lengths = np.array([len(p) for p in PROMPTS], np.int32)
-    tokens = np.stack([np.pad(p, (0, 16 - len(p))) for p in PROMPTS]).astype(np.int32)
-    stop = np.array([STOP], np.int32)
-    limits = np.array(LIMITS, np.int32)
-    begun, rows, _ = begin(
-        model_of(),
-        weights(),
-        cache,
-        tokens,
-        lengths,
-        limits,
-        Sampling.create(3),
-        stop,
-        None,
+    batch = generation.Batch.create(
+        SMALL, PROMPTS, LIMITS, stop_tokens=STOP, max_length=PLACES
     )
+    cache = shared.init_cache(SMALL, 3, PLACES)
+    begun, rows, _ = begin(model_of(), weights(), cache, batch, None)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(cache))
-    go_on(model_of(), weights(), begun, rows, stop, 1)
+    go_on(model_of(), weights(), begun, rows, batch.stop_tokens, 1)
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(begun))

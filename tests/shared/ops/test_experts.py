@@ -209,7 +209,7 @@ def test_it_runs_in_a_scan_under_rematerialisation():
         assert_close(one, np.float64(other), TOLERANCE[np.float32])
 
 
-# --- the two forms of the grouped product --------------------------------------------
+# --- the forms of the grouped product and of the MLP ---------------------------------
 
 
 SIZES = [[4, 0, 9, 1, 6], [0, 0, 20, 0, 0], [20, 0, 0, 0, 0], [0, 0, 0, 0, 20], [4] * 5]
@@ -243,6 +243,37 @@ def test_both_forms_of_the_product_match_the_loop(form, sizes):
         assert_close(y[i], rows[i] @ weights[g], 1e-14)
         assert_close(d_rows[i], weights[g] @ gradient[i], 1e-14)
     assert_close(d_weights, d_exact, 1e-14)
+
+
+@pytest.mark.parametrize(
+    "form", [ops.mlp_of_small_groups, ops.mlp_by_group, ops.mlp_by_matrix]
+)
+@pytest.mark.parametrize("sizes", [*SIZES, [3, 0, 2, 0, 1], [0] * 5])
+def test_every_form_of_the_mlp_matches_the_loop(form, sizes):
+    generator = np.random.default_rng(0)
+    rows, scale = generator.normal(size=(20, 7)), generator.normal(size=(20, 1))
+    gate, up = generator.normal(size=(2, 5, 7, 4))
+    down = generator.normal(size=(5, 4, 7))
+    with jax.enable_x64(True):
+        y = np.asarray(compiled(form)(rows, scale, gate, up, down, np.int32(sizes)))
+    for i, g in enumerate(np.repeat(np.arange(5), sizes)):
+        opened = rows[i] @ gate[g]
+        hidden = opened / (1 + np.exp(-opened)) * (rows[i] @ up[g]) * scale[i]
+        assert_close(y[i], hidden @ down[g], 1e-13)
+
+
+def test_only_small_groups_on_a_cpu_are_multiplied_by_group(monkeypatch):
+    seen = []
+    by_group = ops.mlp_by_group
+    monkeypatch.setattr(ops, "mlp_by_group", lambda *a: seen.append(a) or by_group(*a))
+    for tokens, platform, expected in ((4, "cpu", 1), (5, "cpu", 0), (3, "tpu", 1)):
+        # 2 choices among 2 experts: groups of `tokens` rows, traced once a shape.
+        inputs = abstract_inputs(tokens, 2, 2, WIDTH, HIDDEN, jnp.float32)[:-1]
+        lowered = jax.jit(lambda *args: ops.expert_mlp(*args)).trace(*inputs)
+        text = lowered.lower(lowering_platforms=(platform,)).as_text()
+        assert len(seen) == expected
+        assert ("ragged_dot" in text) == (platform == "tpu")
+        seen.clear()
 
 
 @pytest.mark.parametrize("form", ["blocked", "ragged"])
