@@ -84,11 +84,17 @@ def apply(
     ring = config.window is not None and cache.capacity >= config.window
     ids, slot = context.segment_ids, context.cache_slot
     order = cache.order(ids, slot)
+    extended = cache.extend(k, v, ids, slot, ring=ring)
+    if cache.capacity and x.shape[1] == 1:
+        # Read after it is written, or the compiler would write into a copy of it all.
+        sources = [extended.as_keys(slot)]
+    else:  # in a ring, the newest tokens may replace what the first of them see
+        sources = [cache.as_keys(slot), attention.Keys(k, v, ids, order)]
     y = attention.attend(
         q,
         ids,
         order,
-        [cache.as_keys(slot), attention.Keys(k, v, ids, order)],
+        sources,
         scale=config.head_dim**-0.5,
         window=config.window,
     )
@@ -97,7 +103,7 @@ def apply(
         y = jnp.where(full, jnp.asarray(jnp.nan, y.dtype), y)
     y = y * jax.nn.sigmoid(gate)
     y = project(y.reshape(*x.shape[:2], -1), weights, "o_proj")
-    return y, cache.extend(k, v, ids, slot, ring=ring)
+    return y, extended
 
 
 def _project(

@@ -310,7 +310,8 @@ def _gather(
     """Adds all blocks of one source to the softmax of the block `i` of queries."""
 
     def block_of_keys(j, softmax):
-        add = functools.partial(_add, options, query, keys.at(j))
+        # A block is cut out where it is used: one that nobody sees costs nothing.
+        add = lambda softmax: _add(options, query, keys.at(j), softmax)
         return _if_near(near, i, j, add, softmax)
 
     return _repeat(keys.number, block_of_keys, softmax)
