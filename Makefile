@@ -48,7 +48,7 @@ test: $(TEST)
 	$(BIN)/pytest -n $(WORKERS) --dist worksteal --durations=15 $(ARGS)
 
 doctest: $(TEST)
-	$(BIN)/pytest --doctest-modules --doctest-glob=README.md $(ARGS) $(PACKAGES) README.md
+	$(BIN)/pytest -n $(WORKERS) --doctest-modules --doctest-glob=README.md $(ARGS) $(PACKAGES) README.md
 
 lint: $(DEV)
 	$(BIN)/ruff check .
