@@ -18,7 +18,7 @@ MOST_TOKENS = 2**30  # so that no sum of two lengths leaves int32
 
 
 class Batch(NamedTuple):
-    """Checked prompts, and how they are continued.
+    """Checked prompts, and how they are continued: NumPy arrays, traced within `jit`.
 
     Attributes:
       tokens: int32 [B, T], filled up on the right, `T` a bucket if it fits.
@@ -29,11 +29,11 @@ class Batch(NamedTuple):
       max_length: positions of the cache.
     """
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    limits: np.ndarray
+    tokens: Any
+    lengths: Any
+    limits: Any
     sampling: Sampling
-    stop_tokens: np.ndarray
+    stop_tokens: Any
     max_length: int
 
     @property

@@ -8,6 +8,7 @@ Letters: n tokens, A experts per token, R = n A rows, E experts, D model width, 
 width, M rows of a block.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -103,7 +104,8 @@ def _mlp_of_small_groups_forward(*args):
 
 def _mlp_of_small_groups_backward(args, gradient):
     *inputs, group_sizes = args
-    _, transpose = jax.vjp(lambda *inputs: mlp_by_matrix(*inputs, group_sizes), *inputs)
+    mlp = functools.partial(mlp_by_matrix, group_sizes=group_sizes)
+    _, transpose = jax.vjp(mlp, *inputs)
     return *transpose(gradient), None
 
 
