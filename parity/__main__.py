@@ -23,6 +23,7 @@ from parity.cli import (
     diff,
     generate,
     golden,
+    inspect,
     models,
     suggest,
 )
@@ -42,6 +43,7 @@ COMMANDS = {
     "generate": generate,
     "models": models,
     "golden": golden,
+    "inspect": inspect,
     "suggest": suggest,
 }
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
-from parity.stores import Leaf, Path, Store, StoreError, blocks, path_text
-from parity.stores.store import Part, Read
+from parity.stores import Leaf, Path, Store, StoreError, blocks, path_text, reading
 from parity.trees import Comparison, Difference, ulps
 
 BLOCK = 2**20  # entries of each side that are compared at once
@@ -26,7 +22,6 @@ _HAVE_ULPS = {
     *("float8_e4m3", "float8_e4m3fn", "float8_e5m2", "float8_e3m4"),
     *("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz"),
 }
-_DAMAGE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
 
 class ValueDifference(NamedTuple):
@@ -104,8 +99,8 @@ def diff(
             continue
         elements += a.size
         tally = _compare(
-            _Readable(a, f"{text} of {left.path}"),
-            _Readable(b, f"{text} of {right.path}"),
+            (a, f"{text} of {left.path}"),
+            (b, f"{text} of {right.path}"),
             block,
         )
         if any(tally.not_finite):
@@ -209,47 +204,13 @@ def _unlike(path: str, a: Leaf, b: Leaf, names: tuple[str, str]) -> list[Differe
     ]
 
 
-def _compare(left: _Readable, right: _Readable, block: int) -> _Tally:
+def _compare(left: tuple[Leaf, str], right: tuple[Leaf, str], block: int) -> _Tally:
+    """Two leaves, each with what to call it where it is damaged."""
     tally = _Tally()
-    with left.opened() as read_left, right.opened() as read_right:
-        for part in blocks(left.leaf.shape, block):
+    with reading(*left) as read_left, reading(*right) as read_right:
+        for part in blocks(left[0].shape, block):
             tally.add(read_left(part), read_right(part))
     return tally
-
-
-class _Readable(NamedTuple):
-    """A leaf, and what to call it where it is damaged."""
-
-    leaf: Leaf
-    name: str
-
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[Read]:
-        """The leaf's `read`, of which errors name the leaf."""
-        with contextlib.ExitStack() as stack:
-            with self._named():
-                read = stack.enter_context(self.leaf.open())
-
-            def named(part: Part) -> np.ndarray:
-                with self._named():
-                    array = np.asarray(read(part))
-                    expected = tuple(s.stop - s.start for s in part)
-                    if array.shape != expected:
-                        raise ValueError(f"{array.shape} came for {expected}")
-                    return array
-
-            yield named
-
-    @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreError:
-            raise
-        except _DAMAGE as error:
-            raise StoreError(
-                f"{self.name} cannot be read ({error}): fetch or write it again."
-            ) from error
 
 
 class _Tally:

@@ -1,0 +1,77 @@
+"""Leaves read part by part: damage is told by name, bytes become a digest."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from parity.stores.store import Leaf, Part, Read, StoreError, blocks
+
+BLOCK_BYTES = 4 * 2**20  # of a leaf that are in memory at once
+
+_DAMAGE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
+
+
+@contextlib.contextmanager
+def reading(leaf: Leaf, name: str) -> Iterator[Read]:
+    """The leaf's `read`, of which errors name the leaf.
+
+    Raises:
+      StoreError: what is stored is damaged, or is not what the format promised.
+    """
+    with contextlib.ExitStack() as stack:
+        with _named(name):
+            read = stack.enter_context(leaf.open())
+
+        def named(part: Part) -> np.ndarray:
+            with _named(name):
+                array = np.asarray(read(part))
+                expected = tuple(s.stop - s.start for s in part)
+                if array.shape != expected:
+                    raise ValueError(f"{array.shape} came for {expected}")
+                return array
+
+        yield named
+
+
+@contextlib.contextmanager
+def _named(name: str) -> Iterator[None]:
+    try:
+        yield
+    except StoreError:
+        raise
+    except _DAMAGE as error:
+        raise StoreError(
+            f"{name} cannot be read ({error}): fetch or write it again."
+        ) from error
+
+
+def digest(leaf: Leaf, name: str, progress: Callable[[int], None] | None = None) -> str:
+    """SHA-256, in hexadecimal digits, of the entries in C order, little-endian.
+
+    Neither shape nor dtype is part of it: two leaves are the same if all three are.
+
+    Args:
+      leaf: read in parts of `BLOCK_BYTES`.
+      name: for errors.
+      progress: told of bytes as they are read.
+
+    Raises:
+      StoreError: the leaf cannot be read.
+    """
+    found = hashlib.sha256()
+    with reading(leaf, name) as read:
+        for part in blocks(leaf.shape, max(1, BLOCK_BYTES // leaf.dtype.itemsize)):
+            array = np.ascontiguousarray(read(part))
+            if sys.byteorder == "big":
+                array = array.byteswap()
+            found.update(array.reshape(-1).view(np.uint8).data)
+            if progress is not None:
+                progress(array.nbytes)
+    return found.hexdigest()
