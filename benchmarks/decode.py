@@ -62,9 +62,8 @@ def main() -> int:
     )
     parser.add_argument(
         "--parts",
-        type=lambda text: text.split(","),
-        default=["hf", "growth", "forms"],
-        help="what to measure: hf, growth, forms",
+        default=None,
+        help="what to measure, by default all: hf (needs --hf-python), growth, forms",
     )
     parser.add_argument("--rounds", type=int, default=5, help="alternated runs a side")
     parser.add_argument("--json", type=pathlib.Path, help="write the numbers there")
@@ -73,23 +72,23 @@ def main() -> int:
     if options.serve:
         _serve(options.serve)
         return 0
+    parts = options.parts.split(",") if options.parts else list(PARTS)
+    if set(parts) - set(PARTS):
+        parser.error(f"--parts takes {', '.join(PARTS)}. Got {options.parts}.")
+    if "hf" in parts and not options.hf_python:
+        if options.parts:
+            parser.error("--parts=hf needs --hf-python.")
+        print("No --hf-python: not beside Hugging Face.")
+        parts.remove("hf")
     claims = []
-    for claim in _measure(options):
-        claims.append(claim)
-        print(_row(claim), flush=True)
-    if options.json:
-        rows = [dataclasses.asdict(claim) for claim in claims]
-        options.json.write_text(json.dumps(rows, indent=2) + "\n")
+    for part in parts:
+        for claim in PARTS[part](options):
+            claims.append(claim)
+            print(_row(claim), flush=True)
+            if options.json:
+                rows = [dataclasses.asdict(claim) for claim in claims]
+                options.json.write_text(json.dumps(rows, indent=2) + "\n")
     return 0 if all(claim.ok for claim in claims) else 1
-
-
-def _measure(options: argparse.Namespace) -> Iterator[Claim]:
-    if "hf" in options.parts and options.hf_python:
-        yield from _beside_hf(options.hf_python, options.rounds)
-    if "growth" in options.parts:
-        yield from _growth(options.rounds)
-    if "forms" in options.parts:
-        yield from _forms(options.rounds)
 
 
 def _row(claim: Claim) -> str:
@@ -176,7 +175,7 @@ def _questions() -> list[str]:
     ]
 
 
-def _beside_hf(python: str, rounds: int) -> Iterator[Claim]:
+def _beside_hf(options: argparse.Namespace) -> Iterator[Claim]:
     """Prefill and decoding beside Hugging Face; the claims are for one core."""
     for name, environment, pinned, column in (
         ("one core, one thread each, CPU s", ONE_THREAD, True, 0),
@@ -184,10 +183,10 @@ def _beside_hf(python: str, rounds: int) -> Iterator[Claim]:
     ):
         with (
             _ours("flat", environment, pinned) as ours,
-            _theirs(python, environment, pinned) as theirs,
+            _theirs(options.hf_python, environment, pinned) as theirs,
         ):
             print(ours.versions, theirs.versions, sep="; ")
-            medians = _alternate([ours, theirs], _questions(), rounds)
+            medians = _alternate([ours, theirs], _questions(), options.rounds)
         for question, our, their in zip(_questions(), *medians, strict=True):
             limit = AT_LEAST[question.split()[0]] if pinned else 0.0
             yield _claim(
@@ -198,19 +197,19 @@ def _beside_hf(python: str, rounds: int) -> Iterator[Claim]:
             )
 
 
-def _forms(rounds: int) -> Iterator[Claim]:
+def _forms(options: argparse.Namespace) -> Iterator[Claim]:
     """The scanned form beside the flat one, which decodes faster."""
     with _ours("scanned", ONE_THREAD) as scanned, _ours("flat", ONE_THREAD) as flat:
-        medians = _alternate([scanned, flat], _questions(), rounds)
+        medians = _alternate([scanned, flat], _questions(), options.rounds)
     for question, one, other in zip(_questions(), *medians, strict=True):
         yield _claim(f"{question}: scanned beside flat; CPU s", one[0], other[0])
 
 
-def _growth(rounds: int) -> Iterator[Claim]:
+def _growth(options: argparse.Namespace) -> Iterator[Claim]:
     """What must not grow: the step with the cache's length, compiling with depth."""
     with _ours("flat", ONE_THREAD) as side:
         questions = ["length 1024", "length 16384"]
-        ((short, long),) = _alternate([side], questions, rounds)
+        ((short, long),) = _alternate([side], questions, options.rounds)
         shallow, deep = (
             statistics.median(side.ask(f"compile {layers}")[0] for _ in range(3))
             for layers in (8, 48)
@@ -219,6 +218,9 @@ def _growth(rounds: int) -> Iterator[Claim]:
     yield _claim(name, long[0], short[0], at_most=MOST_LENGTH)
     name = "compiling the scanned step: 48 layers beside 8; CPU s"
     yield _claim(name, deep, shallow, at_most=MOST_COMPILE)
+
+
+PARTS = {"hf": _beside_hf, "growth": _growth, "forms": _forms}
 
 
 def _claim(

@@ -344,14 +344,11 @@ def _begin(
     batch: generation.Batch,
     chunk_size: int | None,
 ) -> tuple[Generated, row_states.Rows]:
-    tokens, lengths, limits, sampling, stop_tokens, _ = batch
+    tokens, lengths = batch.tokens, batch.lengths
     step = generation.prefill(
         model, params, tokens, cache, lengths=lengths, chunk_size=chunk_size
     )
-    return _generated(
-        step,
-        *row_states.start(step.logits, tokens, lengths, limits, sampling, stop_tokens),
-    )
+    return _generated(step, *row_states.start(step.logits, batch))
 
 
 @functools.partial(jax.jit, static_argnames="model")

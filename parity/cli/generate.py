@@ -12,6 +12,7 @@ Exit status 0: done, or proved; 1: the frontends differ; 2: bad input.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import pathlib
 import re
@@ -211,16 +212,17 @@ def _batch(
     if stop is not None and not all(_IDS.fullmatch(text) for text in stop):
         raise UsageError(f"--stop takes token ids. Got {','.join(stop)}.")
     try:
-        return generation.Batch.create(
+        batch = generation.Batch.create(
             config,
             prompts,
             options["max_new_tokens"],
-            sampling=generation.Sampling.create(
-                len(prompts), **{name: options[name] for name in _SAMPLING}
-            ),
             stop_tokens=None if stop is None else [int(text) for text in stop],
             max_length=options["max_length"],
         )
+        sampling = generation.Sampling.create(
+            len(prompts), **{name: options[name] for name in _SAMPLING}
+        )
+        return dataclasses.replace(batch, sampling=sampling)
     except (ValueError, OverflowError) as error:
         raise UsageError(str(error)) from error
 

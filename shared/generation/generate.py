@@ -182,9 +182,9 @@ def begin(
     chunk_size: int | None,
 ) -> tuple[Any, Rows, Emitted]:
     """Reads a batch of prompts, and chooses the first tokens."""
-    tokens, lengths, limits, sampling, stop_tokens, _ = batch
+    tokens, lengths = batch.tokens, batch.lengths
     step = prefill(model, params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
-    rows, emitted = start(step.logits, tokens, lengths, limits, sampling, stop_tokens)
+    rows, emitted = start(step.logits, batch)
     return step.cache, rows, emitted
 
 

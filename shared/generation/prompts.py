@@ -5,9 +5,12 @@ B rows, T time.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
+import jax
 import numpy as np
 
 from shared.config import DecoderConfig
@@ -17,7 +20,13 @@ SMALLEST_BUCKET = 16
 MOST_TOKENS = 2**30  # so that no sum of two lengths leaves int32
 
 
-class Batch(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["tokens", "lengths", "limits", "sampling", "stop_tokens"],
+    meta_fields=["max_length"],
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Batch:
     """Checked prompts, and how they are continued: NumPy arrays, traced within `jit`.
 
     Attributes:
@@ -69,7 +78,7 @@ class Batch(NamedTuple):
             sampling = Sampling.create(len(read))
         check_rows(sampling, len(read))
         tokens = pad_right(read, min(time, max_length))
-        return Batch(tokens, lengths, limits, sampling, stop_tokens, max_length)
+        return Batch(tokens, lengths, limits, sampling, stop_tokens, int(max_length))
 
 
 def check_prompts(config: DecoderConfig, prompts: Sequence[Any]) -> list[np.ndarray]:
@@ -81,11 +90,12 @@ def check_prompts(config: DecoderConfig, prompts: Sequence[Any]) -> list[np.ndar
     """
     if len(prompts) == 0:
         raise ValueError("There is no prompt: give at least one sequence of token ids.")
-    return [check_prompt(config, p, f"prompt {i}") for i, p in enumerate(prompts)]
+    if len(prompts) == 1:
+        return [_check_prompt(config, prompts[0], "prompt")]
+    return [_check_prompt(config, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
-def check_prompt(config: DecoderConfig, prompt: Any, name: str = "prompt") -> Any:
-    """One prompt as an int32 array; see `check_prompts`."""
+def _check_prompt(config: DecoderConfig, prompt: Any, name: str) -> np.ndarray:
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(

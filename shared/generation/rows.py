@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from shared.generation.decoding import DecoderFunction, Params, decode
+from shared.generation.prompts import Batch
 from shared.generation.sampling import Sampling, mark_seen, sample
 
 
@@ -52,29 +53,14 @@ class Emitted(NamedTuple):
     last: Bool[Array, "*steps B"]
 
 
-def start(
-    logits: Float[Array, "B V"],
-    prompts: Int[Array, "B T"],
-    lengths: Int[Array, " B"],
-    limit: Int[Array, " B"],
-    sampling: Sampling,
-    stop_tokens: Int[Array, " K"],
-) -> tuple[Rows, Emitted]:
-    """Rows at their first token, from the logits after their prompts.
-
-    Args:
-      logits: after the last token of each prompt.
-      prompts: what was read, padded on the right.
-      lengths: of the prompts.
-      limit: at most so many tokens are generated.
-      sampling: how they are chosen.
-      stop_tokens: a row ends with any of these.
-    """
-    real = jnp.arange(prompts.shape[1], dtype=jnp.int32)[None] < lengths[:, None]
-    seen = mark_seen(jnp.zeros(logits.shape, bool), prompts, real)
-    zeros = jnp.zeros_like(lengths)
-    rows = Rows(zeros, zeros, limit, limit > 0, seen, sampling)
-    return choose(logits, rows, stop_tokens)
+def start(logits: Float[Array, "B V"], batch: Batch) -> tuple[Rows, Emitted]:
+    """Rows at their first token, from the logits after their prompts."""
+    place = jnp.arange(batch.tokens.shape[1], dtype=jnp.int32)[None]
+    real = place < batch.lengths[:, None]
+    seen = mark_seen(jnp.zeros(logits.shape, bool), batch.tokens, real)
+    zeros = jnp.zeros_like(batch.lengths)
+    rows = Rows(zeros, zeros, batch.limits, batch.limits > 0, seen, batch.sampling)
+    return choose(logits, rows, batch.stop_tokens)
 
 
 def choose(

@@ -85,7 +85,7 @@ def apply(
     ids, slot = context.segment_ids, context.cache_slot
     order = cache.order(ids, slot)
     extended = cache.extend(k, v, ids, slot, ring=ring)
-    if cache.capacity and x.shape[1] == 1:
+    if cache.capacity and x.shape[1] == 1 and cache.keys.dtype == k.dtype:
         # Read after it is written, or the compiler would write into a copy of it all.
         sources = [extended.as_keys(slot)]
     else:  # in a ring, the newest tokens may replace what the first of them see

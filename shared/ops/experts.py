@@ -1,8 +1,9 @@
 """Expert MLPs for routed tokens: each token meets only the experts it chose.
 
 The pairs (token, choice) are sorted by expert, so that the rows of one expert stand
-together, and `grouped_matmul` multiplies each group of rows by its own matrix. Nothing
-is dropped, and nothing grows with tokens x experts.
+together, and each group of rows is multiplied by its own matrices: projection by
+projection (`grouped_matmul`), or, where groups are small, group by group
+(`mlp_by_group`). Nothing is dropped, and nothing grows with tokens x experts.
 
 Letters: n tokens, A experts per token, R = n A rows, E experts, D model width, F expert
 width, M rows of a block.
@@ -85,7 +86,11 @@ def mlp_of_small_groups(
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
 ) -> Float[Array, "R D"]:
-    """`mlp_by_matrix` for groups of a few rows; on a CPU by the form for them."""
+    """`mlp_by_matrix` for groups of a few rows on average; on a CPU by their own form.
+
+    The gradient is that of `mlp_by_matrix`, of which the forward pass is run again:
+    with a few rows that costs less than to keep its products.
+    """
     return jax.lax.platform_dependent(
         rows,
         scale,
@@ -126,13 +131,13 @@ def mlp_by_group(
     product: one row at a time is faster (see `shared.ops.matmul`), from the cache.
     Rows after the last group come out zero.
     """
-    accumulator = scale.dtype
+    accumulator = np.promote_types(rows.dtype, np.float32)
     end = jnp.cumsum(group_sizes)
     used = jnp.argsort(group_sizes == 0, stable=True)
 
     def product(row, matrix):  # rounded as `grouped_matmul` rounds
         y = jnp.dot(row, matrix, preferred_element_type=accumulator)
-        return y.astype(row.dtype).astype(accumulator)
+        return y.astype(row.dtype).astype(scale.dtype)
 
     def multiply_group(n, y):
         tied = jax.lax.optimization_barrier((gate_proj, up_proj, down_proj, used[n]))
@@ -257,8 +262,8 @@ class _Blocks(NamedTuple):
 def _blocks(group_sizes: Int[Array, " E"], rows: int) -> _Blocks:
     """Blocks about as large as a mean group: the best of the sizes tried on CPU.
 
-    Where groups have a row or two, a block holds all of them: their matrix is then read
-    once.
+    Where groups have a row or two, as in the gradient of `mlp_of_small_groups`, a block
+    holds all of them: their matrix is then read once.
     """
     groups = group_sizes.shape[0]
     mean = -(-rows // groups)

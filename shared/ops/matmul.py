@@ -76,7 +76,7 @@ def matmul_in_blocks(
 
     `block` must divide D.
     """
-    narrow = np.dtype(dtype or np.promote_types(x.dtype, weight.dtype))
+    narrow = jnp.dtype(dtype or jnp.promote_types(x.dtype, weight.dtype))
     wide = np.promote_types(narrow, np.float32)
     x = x.reshape(x.shape[0], -1, block)
     weight = weight.reshape(-1, block, weight.shape[1])

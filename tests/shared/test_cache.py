@@ -343,7 +343,7 @@ def layer_in_numpy(x):
     return y.reshape(batch, length, -1) @ w["o_proj"]
 
 
-def layer_in_calls(x, lengths):
+def layer_in_calls(x, lengths, cache_dtype="float32"):
     """The layer over calls of the given lengths; traced anew each time."""
     x, start, outputs = jnp.asarray(x), 0, []
 
@@ -354,7 +354,7 @@ def layer_in_calls(x, lengths):
         return gated_attention.apply(weights, x, context, cache, config=SLIDING_CONFIG)
 
     cache = gated_attention.init_cache(
-        SLIDING_CONFIG, x.shape[0], LENGTH, jnp.dtype("float32")
+        SLIDING_CONFIG, x.shape[0], LENGTH, jnp.dtype(cache_dtype)
     )
     for length in lengths:
         part = x[:, start : start + length]
@@ -362,6 +362,14 @@ def layer_in_calls(x, lengths):
         outputs.append(y)
         start += length
     return np.concatenate(outputs, axis=1)
+
+
+def test_a_token_sees_itself_as_it_is_and_not_as_the_cache_rounds_it():
+    x, both = inputs(2), ((PROMPT, 1), (PROMPT, 2))
+    alone, first_of_two = (layer_in_calls(x, w, "bfloat16")[:, PROMPT] for w in both)
+    np.testing.assert_allclose(alone, first_of_two, atol=1e-5)
+    wide = layer_in_calls(x, both[0])[:, PROMPT]
+    assert np.abs(alone - wide).max() > 1e-3  # so much does rounding change
 
 
 WAYS = {

@@ -190,11 +190,11 @@ def test_a_cache_of_no_size(name, sizes):
     [
         ([], {}, ("no prompt", "at least one")),
         ([[1], []], {}, ("prompt 1", "at least one token", "(0,)")),
-        ([[[1, 2]]], {}, ("prompt 0", "(1, 2)")),
-        ([[1.0, 2.0]], {}, ("prompt 0", "integers", "float64")),
+        ([[[1, 2]]], {}, ("prompt ", "(1, 2)")),
+        ([[1.0, 2.0]], {}, ("prompt ", "integers", "float64")),
         ([[1], [1, 2, 96]], {}, ("prompt 1", "id 96 at 2", "vocabulary of 96")),
-        ([[3, -1]], {}, ("prompt 0", "id -1 at 1", "vocabulary of 96")),
-        ([[2**31]], {}, ("prompt 0", f"id {2**31} at 0", "vocabulary of 96")),
+        ([[3, -1]], {}, ("prompt ", "id -1 at 1", "vocabulary of 96")),
+        ([[2**31]], {}, ("prompt ", f"id {2**31} at 0", "vocabulary of 96")),
         ([[1]], {"stop_tokens": [2, 96]}, ("stop_tokens", "id 96 at 1", "of 96")),
         ([[1]], {"stop_tokens": -1}, ("stop_tokens", "id -1 at 0", "of 96")),
         ([[1]], {"max_new_tokens": 0}, ("max_new_tokens", "at least 1", "0")),
@@ -236,7 +236,7 @@ def test_prompts_and_options_of_generate(prompts, options, words):
     ("request_", "words"),
     [
         (Request([], 2), ("prompt", "at least one token", "(0,)")),
-        (Request([1, 96], 2), ("prompt", "id 96 at 1", "vocabulary of 96")),
+        (Request([1, 96], 2), ("prompt has the id 96 at 1", "vocabulary of 96")),
         (Request([1], 0), ("max_new_tokens", "at least 1", "0")),
         (Request([1], [1, 2]), ("max_new_tokens", "each of 1 rows", "[1, 2]")),
         (

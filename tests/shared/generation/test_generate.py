@@ -209,6 +209,15 @@ def test_a_step_is_not_filled_up_to_a_chunk_of_the_delta_rule():
     assert 37 in sizes(reading)  # so that the test can fail
 
 
+def test_the_room_of_a_batch_is_no_array_of_the_program():
+    """As an argument it would have to fit in 32 bits, unused."""
+    batch = generation.Batch.create(SMALL, PROMPTS, LIMITS, max_length=2**40)
+    leaves = jax.tree.leaves(batch)
+    assert batch.max_length == 2**40
+    assert len(leaves) == 4 + len(jax.tree.leaves(batch.sampling))
+    assert all(leaf.dtype.itemsize <= 4 for leaf in leaves)
+
+
 def test_the_cache_is_given_away_and_not_copied():
     batch = generation.Batch.create(
         SMALL, PROMPTS, LIMITS, stop_tokens=STOP, max_length=PLACES

@@ -14,6 +14,9 @@ from tests.references import experts as reference
 
 TOKENS, CHOICES, EXPERTS, WIDTH, HIDDEN = 11, 3, 5, 8, 6
 
+# So few that groups are small on average, and more: two forms on a CPU.
+each_size = pytest.mark.parametrize("tokens", [6, TOKENS])
+
 # Share of the largest value. A sum runs over 8 + 6 terms and up to 11 tokens; the worst
 # errors seen are 1e-15 and 2e-7. In bfloat16, rounding of inputs of `down_proj` and of
 # each expert's output: some units of 2^-9.
@@ -111,8 +114,9 @@ def test_the_gradients_of_the_loop_match_finite_differences():
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.float32, jnp.bfloat16])
-def test_output_and_gradients_match_the_loop(dtype):
-    inputs = draw_inputs(1)
+@each_size
+def test_output_and_gradients_match_the_loop(dtype, tokens):
+    inputs = draw_inputs(1, tokens=tokens)
     if dtype == jnp.bfloat16:
         rounded = {n: np.asarray(jnp.bfloat16(getattr(inputs, n)), float) for n in low}
         inputs = inputs._replace(**rounded)
@@ -121,21 +125,24 @@ def test_output_and_gradients_match_the_loop(dtype):
 
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
+    st.sampled_from([6, TOKENS]),
     st.lists(st.permutations(range(EXPERTS)), min_size=TOKENS, max_size=TOKENS),
     st.lists(st.booleans(), min_size=TOKENS, max_size=TOKENS),
     st.integers(0, 2**32 - 1),
 )
-def test_any_routing_matches_the_loop(orders, real, seed):
-    experts = np.int32([order[:CHOICES] for order in orders])
-    inputs = draw_inputs(seed)._replace(experts=experts, real=np.array(real))
+def test_any_routing_matches_the_loop(tokens, orders, real, seed):
+    experts = np.int32([order[:CHOICES] for order in orders])[:tokens]
+    inputs = draw_inputs(seed, tokens=tokens)
+    inputs = inputs._replace(experts=experts, real=np.array(real)[:tokens])
     assert_matches_the_loop(inputs)
 
 
 @pytest.mark.parametrize("favourite", [0, 2, EXPERTS - 1])
-def test_no_token_is_dropped_when_all_choose_the_same(favourite):
+@each_size
+def test_no_token_is_dropped_when_all_choose_the_same(favourite, tokens):
     """More rows than a block has, and experts without any."""
-    inputs = draw_inputs(2)
-    same = np.full((TOKENS, CHOICES), favourite, np.int32)
+    inputs = draw_inputs(2, tokens=tokens)
+    same = np.full((tokens, CHOICES), favourite, np.int32)
     assert_matches_the_loop(inputs._replace(experts=same))
 
 
@@ -146,9 +153,10 @@ def test_few_tokens_and_many(tokens, experts, choices):
 
 
 @pytest.mark.parametrize("value", [1e30, np.inf, np.nan])
-def test_padding_is_not_computed_and_gets_no_gradient(value):
-    inputs = draw_inputs(4)
-    real = np.arange(TOKENS) % 3 != 1
+@each_size
+def test_padding_is_not_computed_and_gets_no_gradient(value, tokens):
+    inputs = draw_inputs(4, tokens=tokens)
+    real = np.arange(tokens) % 3 != 1
     inputs = inputs._replace(real=real)
     place = real[:, None]
     other = inputs._replace(
@@ -166,13 +174,16 @@ def test_padding_is_not_computed_and_gets_no_gradient(value):
     jax.tree.map(np.testing.assert_array_equal, run(inputs, d_y=d_y), expected)
 
 
-def test_only_padding_gives_zeros():
-    y, slopes = run(draw_inputs(5)._replace(real=np.zeros(TOKENS, bool)))
+@each_size
+def test_only_padding_gives_zeros(tokens):
+    inputs = draw_inputs(5, tokens=tokens)
+    y, slopes = run(inputs._replace(real=np.zeros(tokens, bool)))
     assert not np.any(y) and not any(np.any(slope) for slope in slopes)
 
 
-def test_broken_weights_of_an_unused_expert_do_not_matter():
-    inputs = draw_inputs(6)
+@each_size
+def test_broken_weights_of_an_unused_expert_do_not_matter(tokens):
+    inputs = draw_inputs(6, tokens=tokens)
     inputs.experts[:] = [0, 1, 3]
     broken = [np.array(x) for x in inputs[3:6]]
     for x in broken:
@@ -183,8 +194,9 @@ def test_broken_weights_of_an_unused_expert_do_not_matter():
     jax.tree.map(np.testing.assert_array_equal, actual, run(inputs))
 
 
-def test_it_runs_in_a_scan_under_rematerialisation():
-    inputs = draw_inputs(7)
+@each_size
+def test_it_runs_in_a_scan_under_rematerialisation(tokens):
+    inputs = draw_inputs(7, tokens=tokens)
     floats = [np.float32(inputs[i]) for i in FLOATS]
     d_y = np.float32(output_weights(inputs))
 
@@ -274,6 +286,19 @@ def test_only_small_groups_on_a_cpu_are_multiplied_by_group(monkeypatch):
         assert len(seen) == expected
         assert ("ragged_dot" in text) == (platform == "tpu")
         seen.clear()
+
+
+def test_both_forms_of_the_mlp_round_bfloat16_alike():
+    generator = np.random.default_rng(1)
+    shapes = (20, 7), (5, 7, 4), (5, 7, 4), (5, 4, 7)
+    rows, *stacks = (
+        jnp.asarray(generator.normal(size=s), jnp.bfloat16) for s in shapes
+    )
+    scale = jnp.asarray(generator.normal(size=(20, 1)), jnp.float32)
+    args = rows, scale, *stacks, jnp.asarray(SIZES[0], jnp.int32)
+    by_group, by_matrix = compiled(ops.mlp_by_group), compiled(ops.mlp_by_matrix)
+    assert by_group(*args).dtype == jnp.bfloat16
+    np.testing.assert_array_equal(by_group(*args), by_matrix(*args))
 
 
 @pytest.mark.parametrize("form", ["blocked", "ragged"])
