@@ -6,6 +6,8 @@ A checkpoint is what `parity diff` compares: an orbax folder, a folder or a file
 safetensors, an npz or a Flax msgpack file. Only its metadata is read, unless digests
 are asked for: then every leaf is read once, a few MiB at a time. A digest is the
 SHA-256 of the entries in C order, little-endian; it does not depend on the format.
+On a terminal it is a table, elsewhere a line a leaf. Names in safetensors files are not
+split at dots: there --prefix takes a whole name.
 Exit status 0: all of it can be read; 1: something in it cannot; 2: bad input.
 """
 
@@ -111,22 +113,28 @@ def _print(console: rich.console.Console, store: Store, rows: Sequence[Row]) -> 
     table.add_column("bytes", justify="right", no_wrap=True)
     if with_digests:
         table.add_column("sha256", overflow="fold")
-    for row in rows:
-        shape = "x".join(map(str, row.shape)) or "scalar"
-        cells = [row.path, row.type, shape, f"{row.bytes:,}"]
-        if with_digests:
-            cells.append(row.digest or "")
+    lines = [_cells(row) for row in rows]
+    for cells in lines:
         table.add_row(*map(rich.markup.escape, cells))
     for note in store.notes:
         say(f"note: {note}")
-    if rows:
+    if rows and console.is_terminal:
         console.print(table, highlight=False)
+    elif rows:  # a line a leaf, for grep and diff
+        for cells in lines:
+            say(" ".join(cells))
     for path, why in store.refused.items():
         say(f"cannot be read: {path_text(path)}: {why}")
     entries = sum(leaf.size for leaf in store.leaves.values())
     parts = [f"{len(rows):,} leaves, {entries:,} entries, {_total(rows):,} bytes"]
     parts += [f"{t} {size:,}" for t, size in _by_type(rows).items()]
     say(f"{store.format}: {'; '.join(parts)}")
+
+
+def _cells(row: Row) -> list[str]:
+    shape = "x".join(map(str, row.shape)) or "scalar"
+    cells = [row.path, row.type, shape, f"{row.bytes:,}"]
+    return [*cells, row.digest] if row.digest else cells
 
 
 def _total(rows: Sequence[Row]) -> int:

@@ -164,7 +164,13 @@ def decode(
       ValueError: as `prefill`.
     """
     lengths = None if active is None else jnp.asarray(active).astype(jnp.int32)
-    column = jnp.asarray(tokens, jnp.int32)[:, None]
+    tokens = jnp.asarray(tokens, jnp.int32)
+    if tokens.ndim != 1:
+        raise ValueError(
+            f"decode takes one token a row, int [batch]. Got {list(tokens.shape)}: "
+            "prefill takes several."
+        )
+    column = tokens[:, None]
     if positions is not None:
         positions = jnp.asarray(positions, jnp.int32)[:, None]
     return prefill(model, params, column, cache, lengths=lengths, positions=positions)

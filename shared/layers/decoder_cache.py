@@ -228,9 +228,10 @@ def reset_rows(config: DecoderConfig, cache: Cache, rows: ArrayLike) -> Cache:
       rows: bool [B], True for those to empty.
 
     Raises:
-      ValueError: `rows` is not one bool a row.
+      ValueError: `rows` is not one bool a row, or the cache is one of another config.
     """
     rows, count = jnp.asarray(rows), _count_rows(cache)
+    check_cache(config, cache, count)
     if rows.dtype != bool or rows.shape != (count,):
         raise ValueError(
             f"rows must be bool [{count}], one a row of the cache. Got {rows.dtype} "

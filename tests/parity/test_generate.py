@@ -265,7 +265,10 @@ def test_what_a_model_says_does_not_reach_the_terminal_as_a_command():
         ([FOLDER], ["--prompt"]),
         (["nowhere", "--prompt=1"], ["nowhere", "qwen3-next-tiny"]),
         ([FOLDER, "--prompt=1", "--frontend=flax"], ["frontend", "linen", "nnx"]),
-        ([FOLDER, "--prompt=1 96"], ["prompt has the id", "96 at 1", "vocabulary of 96"]),
+        (
+            [FOLDER, "--prompt=1 96"],
+            ["prompt has the id", "96 at 1", "vocabulary of 96"],
+        ),
         ([FOLDER, "--prompt=1", "--prompt=-3"], ["prompt 1", "-3"]),
         ([FOLDER, "--prompt=99999999999999999999"], ["prompt "]),
         ([FOLDER, "--prompt="], ["tokenizer.json"]),

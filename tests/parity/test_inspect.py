@@ -106,11 +106,11 @@ def test_a_digest_does_not_depend_on_how_memory_lies(array):
     assert digest(constant(array), "x") == expected
 
 
-def test_a_table_for_people_says_all(tmp_path):
+def test_lines_and_a_table_say_all(tmp_path):
     path = WRITERS["orbax"](TREE, tmp_path / "checkpoint")
     status, out = main(path)
     assert status == 0
-    assert [line.split() for line in out.splitlines()][1:4] == [
+    assert [line.split() for line in out.splitlines()][:3] == [
         ["params/dense/kernel", "float32", "3x4", "48"],
         ["params/scale", "float16", "2", "4"],
         ["step", "int32", "scalar", "4"],
@@ -118,6 +118,10 @@ def test_a_table_for_people_says_all(tmp_path):
     assert out.splitlines()[-1] == (
         "orbax: 3 leaves, 15 entries, 56 bytes; float32 48; float16 4; int32 4"
     )
+    screen = io.StringIO()
+    terminal = rich.console.Console(file=screen, width=100, force_terminal=True)
+    assert parity.__main__.main(["inspect", str(path)], terminal) == 0
+    assert all(line in screen.getvalue() for line in ("shape", "3x4", "56 bytes"))
 
 
 def test_a_part_and_a_step_are_chosen(tmp_path):
@@ -134,7 +138,7 @@ def test_a_hugging_face_folder_is_listed():
     status, out = main(GOLDENS / "qwen3_next_8l")
     assert status == 0
     store = open_store(GOLDENS / "qwen3_next_8l")
-    names = [line.split()[0] for line in out.splitlines()[1:-1]]
+    names = [line.split()[0] for line in out.splitlines()[:-1]]
     assert len(names) == len(store.leaves) > 100
 
 

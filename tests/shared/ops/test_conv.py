@@ -116,7 +116,9 @@ def test_two_calls_equal_one(seed, split):
     y, new_tail = plain(x, weight, tail)
     first, between = plain(x[:, :split], weight, tail)
     second, last = plain(x[:, split:], weight, between)
-    np.testing.assert_array_equal(np.concatenate([first, second], 1), y)
+    # Another length is another program, which may fuse products with sums.
+    both = np.concatenate([first, second], 1)
+    np.testing.assert_allclose(both, y, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(last, new_tail)
 
 
