@@ -455,15 +455,8 @@ def test_positions_of_ones_own_go_on_in_decoding():
     np.testing.assert_allclose(step.logits, expected.logits, rtol=0, atol=2e-5)
 
 
-def test_rows_of_a_flat_list_are_not_reset_but_told():
-    layers = shared.to_layer_list(SMALL, empty())
-    assert_says(
-        lambda: shared.reset_rows(SMALL, layers, np.ones(2, bool)),
-        f"list of {len(layers)}",
-        "from_layer_list",
-    )
-
-
 def test_a_step_takes_one_token_a_row():
-    call = lambda: generation.decode(model_of(), weights(), [[1], [2]], empty())
+    call = lambda: generation.decode(
+        model_of(), weights(), np.ones((2, 1), np.int32), empty()
+    )
     assert_says(call, "one token a row", "[2, 1]", "prefill")
