@@ -22,7 +22,7 @@ import numpy as np
 
 from shared.generation.decoding import DecoderFunction, Params
 from shared.generation.generate import Token, begin, go_on, tokens_of
-from shared.generation.prompts import Batch, check_stop_tokens
+from shared.generation.prompts import Batch, check_prompt, check_stop_tokens
 from shared.generation.rows import Emitted, Rows
 from shared.generation.sampling import Sampling
 from shared.layers.decoder_cache import init_cache, insert_row, reset_rows
@@ -126,7 +126,7 @@ class Engine:
         """
         batch = Batch.create(
             self.model.config,
-            [request.prompt],
+            [check_prompt(self.model.config, request.prompt)],
             request.max_new_tokens,
             sampling=request.sampling,
             stop_tokens=self._stop,

@@ -90,12 +90,11 @@ def check_prompts(config: DecoderConfig, prompts: Sequence[Any]) -> list[np.ndar
     """
     if len(prompts) == 0:
         raise ValueError("There is no prompt: give at least one sequence of token ids.")
-    if len(prompts) == 1:
-        return [_check_prompt(config, prompts[0], "prompt")]
-    return [_check_prompt(config, p, f"prompt {i}") for i, p in enumerate(prompts)]
+    return [check_prompt(config, p, f"prompt {i}") for i, p in enumerate(prompts)]
 
 
-def _check_prompt(config: DecoderConfig, prompt: Any, name: str) -> np.ndarray:
+def check_prompt(config: DecoderConfig, prompt: Any, name: str = "prompt") -> Any:
+    """One prompt as an int32 array; see `check_prompts`."""
     tokens = np.asarray(prompt)
     if tokens.ndim != 1 or tokens.size == 0:
         raise ValueError(

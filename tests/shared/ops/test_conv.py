@@ -14,7 +14,12 @@ from tests.references import conv as reference
 SHAPES = [(2, 7, 3, 4), (3, 2, 5, 4), (2, 1, 3, 4), (2, 6, 3, 1)]
 seeds = st.integers(0, 2**32 - 1)
 
-causal_conv1d = jax.jit(conv.causal_conv1d)
+# With the emitters that users have (see conftest.py): others round lengths apart.
+EMITTERS = {"xla_cpu_use_fusion_emitters": True}
+causal_conv1d = jax.jit(
+    conv.causal_conv1d,
+    compiler_options=EMITTERS if jax.__version_info__ < (0, 11) else None,
+)
 
 
 def draw(seed, shape, dtype=np.float32):
@@ -116,9 +121,7 @@ def test_two_calls_equal_one(seed, split):
     y, new_tail = plain(x, weight, tail)
     first, between = plain(x[:, :split], weight, tail)
     second, last = plain(x[:, split:], weight, between)
-    # Another length is another program, which may fuse products with sums.
-    both = np.concatenate([first, second], 1)
-    np.testing.assert_allclose(both, y, rtol=1e-6, atol=1e-6)
+    np.testing.assert_array_equal(np.concatenate([first, second], 1), y)
     np.testing.assert_array_equal(last, new_tail)
 
 

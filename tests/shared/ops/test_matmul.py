@@ -103,6 +103,14 @@ def test_a_row_does_not_depend_on_its_neighbours(form):
         )
 
 
+def test_a_row_has_the_same_bits_among_up_to_four():
+    x, weight = draw(MOST_ROWS)  # of a matrix that is not wide: one by one
+    product = jax.jit(matmul)
+    alone = np.concatenate([product(x[i : i + 1], weight) for i in range(MOST_ROWS)])
+    for rows in range(2, MOST_ROWS + 1):
+        np.testing.assert_array_equal(product(x[:rows], weight), alone[:rows])
+
+
 def test_sums_are_kept_in_the_dtype_asked_for():
     x, weight = draw(3, jnp.bfloat16)
     expected = np.float64(x) @ np.float64(weight)
