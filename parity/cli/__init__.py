@@ -5,9 +5,28 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import rich.console
+from absl import flags
+
 
 class UsageError(ValueError):
     """A command line that asks for nothing we can do."""
+
+
+def say(console: rich.console.Console, text: str) -> None:
+    """Prints a line as it is, however long."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def define_step(values: flags.FlagValues) -> None:
+    """Declares `step`, for commands that open checkpoints."""
+    flags.DEFINE_integer(
+        "step",
+        None,
+        "Of a checkpoint manager's folder. Default: the latest.",
+        lower_bound=0,
+        flag_values=values,
+    )
 
 
 def check_files(options: Mapping[str, Any], names: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import rich.console
 from absl import flags
 
-from parity.cli import UsageError, check_files
+from parity.cli import UsageError, check_files, define_step, say
 from parity.diff import Diff, diff
 from parity.stores import Store, open_store
 
@@ -29,13 +29,7 @@ SIDES = ("left", "right")
 
 def define_flags(values: flags.FlagValues) -> None:
     """Declares the command's flags."""
-    flags.DEFINE_integer(
-        "step",
-        None,
-        "Of a checkpoint manager's folder. Default: the latest.",
-        lower_bound=0,
-        flag_values=values,
-    )
+    define_step(values)
     for side in SIDES:
         flags.DEFINE_string(
             f"{side}_prefix",
@@ -67,17 +61,13 @@ def run(
         if options[f"{side}_prefix"]:
             stores[i] = stores[i].under(options[f"{side}_prefix"])
     for side, store in zip(SIDES, stores, strict=True):
-        _say(console, f"{side}: {_describe(store)}")
+        say(console, f"{side}: {_describe(store)}")
     found = diff(stores[0], stores[1], names=SIDES)
     _print(console, found, options["show"])
     if options["json"]:
         data = _as_dict(stores, found)
         pathlib.Path(options["json"]).write_text(json.dumps(data, indent=2) + "\n")
     return 0 if found.equal else 1
-
-
-def _say(console: rich.console.Console, text: str) -> None:
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _describe(store: Store) -> str:
@@ -87,16 +77,16 @@ def _describe(store: Store) -> str:
 
 def _print(console: rich.console.Console, found: Diff, limit: int) -> None:
     for note in (*found.notes, *_not_finite(found)):
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     for difference in found.differences[:limit]:
-        _say(console, str(difference))
+        say(console, str(difference))
     if len(found.differences) > limit:
-        _say(console, f"and {len(found.differences) - limit:,} more")
+        say(console, f"and {len(found.differences) - limit:,} more")
     counted = f"{found.leaves:,} leaves and {found.elements:,} entries compared"
     if found.equal:
-        _say(console, f"equal to the bit: {counted}")
+        say(console, f"equal to the bit: {counted}")
     else:
-        _say(console, f"DIFFERENT: {len(found.differences):,} differences; {counted}")
+        say(console, f"DIFFERENT: {len(found.differences):,} differences; {counted}")
 
 
 def _not_finite(found: Diff) -> list[str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import rich.console
 import rich.markup
@@ -24,19 +24,13 @@ import rich.progress
 import rich.table
 from absl import flags
 
-from parity.cli import UsageError, check_files
+from parity.cli import UsageError, check_files, define_step, say
 from parity.stores import Leaf, Store, digest, open_store, path_text
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Declares the command's flags."""
-    flags.DEFINE_integer(
-        "step",
-        None,
-        "Of a checkpoint manager's folder. Default: the latest.",
-        lower_bound=0,
-        flag_values=values,
-    )
+    define_step(values)
     flags.DEFINE_string(
         "prefix", None, "List only what is below this path.", flag_values=values
     )
@@ -103,32 +97,30 @@ def nbytes(leaf: Leaf) -> int:
 
 
 def _print(console: rich.console.Console, store: Store, rows: Sequence[Row]) -> None:
-    def say(text: str) -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-    with_digests = any(row.digest for row in rows)
-    table = rich.table.Table(box=None, pad_edge=False)
-    for column in ("path", "type", "shape"):
-        table.add_column(column, overflow="fold")
-    table.add_column("bytes", justify="right", no_wrap=True)
-    if with_digests:
-        table.add_column("sha256", overflow="fold")
-    lines = [_cells(row) for row in rows]
-    for cells in lines:
-        table.add_row(*map(rich.markup.escape, cells))
     for note in store.notes:
-        say(f"note: {note}")
-    if rows and console.is_terminal:
-        console.print(table, highlight=False)
-    elif rows:  # a line a leaf, for grep and diff
+        say(console, f"note: {note}")
+    lines = [_cells(row) for row in rows]
+    if lines and console.is_terminal:
+        console.print(_table(lines), highlight=False)
+    else:  # a line a leaf, for grep and diff
         for cells in lines:
-            say(" ".join(cells))
+            say(console, " ".join(cells))
     for path, why in store.refused.items():
-        say(f"cannot be read: {path_text(path)}: {why}")
+        say(console, f"cannot be read: {path_text(path)}: {why}")
     entries = sum(leaf.size for leaf in store.leaves.values())
     parts = [f"{len(rows):,} leaves, {entries:,} entries, {_total(rows):,} bytes"]
     parts += [f"{t} {size:,}" for t, size in _by_type(rows).items()]
-    say(f"{store.format}: {'; '.join(parts)}")
+    say(console, f"{store.format}: {'; '.join(parts)}")
+
+
+def _table(lines: Sequence[Sequence[str]]) -> rich.table.Table:
+    table = rich.table.Table(box=None, pad_edge=False)
+    for name in ("path", "type", "shape", "bytes", "sha256")[: len(lines[0])]:
+        justify: Literal["left", "right"] = "right" if name == "bytes" else "left"
+        table.add_column(name, overflow="fold", justify=justify)
+    for cells in lines:
+        table.add_row(*map(rich.markup.escape, cells))
+    return table
 
 
 def _cells(row: Row) -> list[str]:
