@@ -33,7 +33,6 @@ from parity.pairs.calls import CheckError
 from parity.programs.program import ProgramError
 from parity.reporting.baseline import BaselineError
 from parity.reporting.gate import GateError
-from parity.stores import StoreError
 from parity.zoo import TargetError
 
 COMMANDS = {
@@ -56,7 +55,6 @@ BAD_INPUT = (
     GateError,
     ProgramError,
     BaselineError,
-    StoreError,
     shared.checkpoint.CheckpointError,
     shared.ConfigError,
     shared.PlanError,

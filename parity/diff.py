@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from parity.stores import Leaf, Path, Store, StoreError, blocks, path_text, reading
 from parity.trees import Comparison, Difference, ulps
+from shared.stores import CheckpointError, Leaf, Path, Store, blocks, path_text, reading
 
 BLOCK = 2**20  # entries of each side that are compared at once
 
@@ -81,7 +81,7 @@ def diff(
       block: entries to have in memory of each side.
 
     Raises:
-      StoreError: leaves cannot be read.
+      CheckpointError: leaves cannot be read.
     """
     _check_readable(left, right)
     pairs, only, notes = _pair(left, right, names)
@@ -117,7 +117,7 @@ def diff(
 def _check_readable(*stores: Store) -> None:
     for store in stores:
         if store.refused:
-            raise StoreError(
+            raise CheckpointError(
                 f"{len(store.refused)} leaves of {store.path} cannot be compared:",
                 [f"{path_text(path)}: {why}" for path, why in store.refused.items()],
             )

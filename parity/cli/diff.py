@@ -22,7 +22,7 @@ from absl import flags
 
 from parity.cli import UsageError, check_files, define_step, say
 from parity.diff import Diff, diff
-from parity.stores import Store, open_store
+from shared.stores import Store, open_store
 
 SIDES = ("left", "right")
 

@@ -25,7 +25,7 @@ import rich.table
 from absl import flags
 
 from parity.cli import UsageError, check_files, define_step, say
-from parity.stores import Leaf, Store, digest, open_store, path_text
+from shared.stores import Store, digest, open_store, path_text
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -71,7 +71,7 @@ def run(
 
 
 def _rows(store: Store, digests: bool) -> Iterator[Row]:
-    sizes = {path: nbytes(leaf) for path, leaf in store.leaves.items()}
+    sizes = {path: leaf.nbytes for path, leaf in store.leaves.items()}
     columns = (
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
@@ -89,11 +89,6 @@ def _rows(store: Store, digests: bool) -> Iterator[Row]:
                     leaf, f"{store.path}:{text}", lambda n: bar.advance(task, n)
                 )
             yield Row(text, leaf.type_name, leaf.shape, sizes[path], found)
-
-
-def nbytes(leaf: Leaf) -> int:
-    """Bytes of the entries."""
-    return leaf.size * leaf.dtype.itemsize
 
 
 def _print(console: rich.console.Console, store: Store, rows: Sequence[Row]) -> None:

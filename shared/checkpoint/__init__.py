@@ -1,6 +1,6 @@
 """Parameter trees from foreign checkpoints and back."""
 
 from shared.checkpoint.hf import hf_tensors, load_hf, save_hf
-from shared.checkpoint.safetensors import CheckpointError
+from shared.stores import CheckpointError
 
 __all__ = ["CheckpointError", "hf_tensors", "load_hf", "save_hf"]

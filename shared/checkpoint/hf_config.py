@@ -14,7 +14,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
-from shared.checkpoint.safetensors import read_json
 from shared.config import (
     FLOAT_DTYPES,
     AttentionConfig,
@@ -27,6 +26,7 @@ from shared.config import (
     MoEConfig,
     RopeConfig,
 )
+from shared.stores.folders import read_json
 
 # Fields that change nothing in what the model computes, and why.
 IGNORED = {

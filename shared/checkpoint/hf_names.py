@@ -9,38 +9,26 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from shared.config import ConfigError, DecoderConfig, LayerKind
-from shared.layers import decoder, decoder_layer
-from shared.trees import flatten, path_text
+from shared.checkpoint.scheme import (
+    AS_IS,
+    CONVOLUTION,
+    TRANSPOSED,
+    Layout,
+    Scheme,
+    Shape,
+    Spot,
+    Unit,
+    units,
+)
+from shared.config import ConfigError, DecoderConfig
 
 # Leaves that stand in one tensor stand one after the other in this axis of it.
 JOIN_AXIS = -2
-
-Shape = tuple[int, ...]
-Move = Callable[[np.ndarray], np.ndarray]
-
-
-class Layout(NamedTuple):
-    """How a tensor becomes a leaf and a leaf a tensor; both give views."""
-
-    to_leaf: Move
-    to_tensor: Move
-
-
-def _swap(array: np.ndarray) -> np.ndarray:
-    return array.swapaxes(-1, -2)
-
-
-AS_IS = Layout(lambda tensor: tensor, lambda leaf: leaf)
-# torch's Linear keeps [out, in] and we [in, out]; of one expert or of all of a layer.
-TRANSPOSED = Layout(_swap, _swap)
-# torch's depthwise Conv1d keeps [C, 1, W] and we [W, C].
-CONVOLUTION = Layout(lambda tensor: tensor[:, 0].T, lambda leaf: leaf.T[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +57,7 @@ class Row:
         own = [leaf_shapes[leaf] for leaf in self.leaves]
         if "{expert}" in self.tensor:
             own = [shape[1:] for shape in own]
-        empty = [np.broadcast_to(np.int8(0), shape) for shape in own]  # one byte
-        return [self.layout.to_tensor(array).shape for array in empty]
+        return [self.layout.tensor_shape(shape) for shape in own]
 
 
 def _row(tensor: str, leaf: str, layout: Layout, sizes: str) -> Row:
@@ -289,24 +276,30 @@ def tensors(config: DecoderConfig, fused: Callable[[str], bool]) -> list[Tensor]
         for each layer.
     """
     names = family(config)
-    outer = _leaf_shapes(decoder.outer_specs(config))
+    shapes: dict[int | None, dict[str, Shape]] = {}
+    for unit, shape in units(config).items():
+        shapes.setdefault(unit.layer, {})[unit.leaf] = shape
     rows = [row for row in names.rows if "{layer}" not in row.tensor]
-    found = _expand(_fitting(rows, outer), outer, None)
-
-    shapes: dict[LayerKind, dict[str, Shape]] = {}
+    found = _expand(_fitting(rows, shapes[None]), shapes[None], None)
     rows = [row for row in names.rows if "{layer}" in row.tensor]
-    for layer, kind in enumerate(config.layers):
-        if kind not in shapes:
-            shapes[kind] = _leaf_shapes(decoder_layer.param_specs(config, kind))
+    for layer in range(config.num_layers):
         is_fused = any(fused(row.name(layer)) for row in names.fused_experts)
         experts = names.fused_experts if is_fused else names.experts
-        fitting = _fitting([*rows, *experts], shapes[kind])
-        found += _expand(fitting, shapes[kind], layer)
+        fitting = _fitting([*rows, *experts], shapes[layer])
+        found += _expand(fitting, shapes[layer], layer)
     return found
 
 
-def _leaf_shapes(specs: Mapping[str, Any]) -> dict[str, Shape]:
-    return {path_text(path): spec.shape for path, spec in flatten(specs)}
+def scheme(tensors: Iterable[Tensor]) -> Scheme:
+    """Where these tensors have each unit."""
+    spots: dict[Unit, list[Spot]] = {}
+    shapes = {}
+    for tensor in tensors:
+        shapes[tensor.name] = tensor.shape
+        for leaf, part in zip(tensor.row.leaves, tensor.parts, strict=True):
+            spot = Spot(tensor.name, part, tensor.row.layout, tensor.expert)
+            spots.setdefault(Unit(leaf, tensor.layer), []).append(spot)
+    return Scheme(shapes, spots)
 
 
 def _fitting(rows: list[Row], leaf_shapes: Mapping[str, Shape]) -> list[Row]:
@@ -339,7 +332,7 @@ def _expand(
 def _join(shapes: list[Shape]) -> tuple[Shape, tuple[Any, ...]]:
     """Shape of arrays of `shapes` one after the other, and the index of each."""
     if len(shapes) == 1:
-        return shapes[0], (...,)
+        return shapes[0], ((),)
     bounds = np.cumsum([0, *(shape[JOIN_AXIS] for shape in shapes)]).tolist()
     first = shapes[0]
     parts = tuple(

@@ -24,7 +24,7 @@ from safetensors.numpy import save_file
 
 import parity.__main__
 from parity.diff import diff
-from parity.stores import Leaf, Store, StoreError, from_tree, open_store
+from shared.stores import CheckpointError, Leaf, Store, from_tree, open_store
 from tests.parity.checkpoints import WRITERS, stepped, write_npz, write_orbax
 
 TREE = {
@@ -411,7 +411,7 @@ def test_a_leaf_that_cannot_be_read_is_named(tmp_path):
     data[data.index(b"b.npy") + 400] ^= 1  # within the data: the checksum fails
     path.write_bytes(data)
     store = open_store(path)
-    with pytest.raises(StoreError, match=r"^b of .*x.npz cannot be read.*CRC"):
+    with pytest.raises(CheckpointError, match=r"^b of .*x.npz cannot be read.*CRC"):
         diff(store, store)
 
 
@@ -419,14 +419,14 @@ def test_a_file_cut_after_it_was_opened(tmp_path):
     path = WRITERS["msgpack"](TREE, tmp_path / "x")
     store = open_store(path)
     path.write_bytes(path.read_bytes()[:60])
-    with pytest.raises(StoreError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         diff(store, store)
 
 
 def test_leaves_that_cannot_be_compared_are_listed(tmp_path):
     np.savez(tmp_path / "x.npz", a=ONES, b=np.array([None]), c=np.ones(1, "M8[s]"))
     store = open_store(tmp_path / "x.npz")
-    with pytest.raises(StoreError, match="2 leaves") as error:
+    with pytest.raises(CheckpointError, match="2 leaves") as error:
         diff(store, from_tree({"a": ONES}))
     assert [line.split(":")[0] for line in error.value.problems] == ["b", "c"]
     assert diff(store.under("a"), from_tree({"a": ONES}).under("a")).equal

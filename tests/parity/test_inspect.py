@@ -12,9 +12,9 @@ import pytest
 import rich.console
 
 import parity.__main__
-from parity.stores import digest, open_store
-from parity.stores.reading import BLOCK_BYTES
-from parity.stores.store import constant
+from shared.stores import digest, open_store
+from shared.stores.reading import BLOCK_BYTES
+from shared.stores.store import constant
 from tests.parity.checkpoints import WRITERS, stepped
 
 TREE = {

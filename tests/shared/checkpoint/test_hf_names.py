@@ -8,6 +8,8 @@ import pytest
 from shared.checkpoint import hf_names
 from shared.config import ConfigError, DecoderConfig
 from shared.presets import preset, presets
+from shared.stores.reading import read_whole
+from shared.stores.store import constant
 from tests.shared.checkpoint.checkpoints import (
     ALL_THREES,
     GOLDENS,
@@ -68,8 +70,13 @@ def test_a_family_without_table_is_refused():
 def test_layouts_are_undone_by_their_inverse(layout):
     shape = (5, 1, 4) if layout is hf_names.CONVOLUTION else (5, 4)
     tensor = np.arange(20).reshape(shape)
-    again = layout.to_tensor(layout.to_leaf(tensor))
-    np.testing.assert_array_equal(again, tensor)
+    unit = (5, 4) if layout is hf_names.AS_IS else (4, 5)
+    leaf = layout.to_unit(constant(tensor), unit)
+    assert leaf.shape == unit and layout.tensor_shape(unit) == shape
+    expected = tensor if layout is hf_names.AS_IS else tensor.reshape(5, 4).T
+    np.testing.assert_array_equal(read_whole(leaf, "it"), expected)
+    again = layout.to_tensor(leaf)
+    np.testing.assert_array_equal(read_whole(again, "it"), tensor)
 
 
 @pytest.mark.parametrize(

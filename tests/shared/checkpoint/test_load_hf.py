@@ -3,6 +3,7 @@
 Tensors are numbered through, so that no two elements of a checkpoint are equal.
 """
 
+import contextlib
 import json
 import logging
 import tracemalloc
@@ -13,13 +14,16 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import save_file
 
-from shared.checkpoint import CheckpointError, load_hf, safetensors
-from shared.checkpoint.hf import iter_hf_leaves
+from shared.checkpoint import CheckpointError, load_hf
+from shared.checkpoint.hf import hf_leaves
 from shared.config import ConfigError, DecoderConfig
 from shared.layers import decoder
 from shared.plan import PlanError
+from shared.stores import safetensors
+from shared.stores.reading import read_whole
 from shared.trees import check_same_paths, flatten, path_text
 from tests.shared.checkpoint.checkpoints import (
     ALL_THREES,
@@ -514,7 +518,7 @@ def test_a_tensor_in_two_shards(sharded):
 
 
 def read_file(path):
-    with safetensors.safe_open(path, framework="numpy") as file:
+    with safe_open(path, framework="numpy") as file:
         return {name: file.get_tensor(name) for name in file.keys()}
 
 
@@ -568,16 +572,22 @@ LARGE = ALL_THREES | {
 }
 
 
-class WatchedReader:
-    """Hands tensors out and counts those that are still alive."""
+class WatchedReader(safetensors.Reader):
+    """Hands tensors out and counts the arrays read that are still alive."""
 
-    def __init__(self, folder):
-        self._reader = safetensors.Reader(folder)
-        self.tensors, self.unlisted = self._reader.tensors, self._reader.unlisted
-        self.alive, self.most_alive, self.largest = 0, 0, 0
+    alive = most_alive = largest = 0
 
-    def read(self, name, part=...):
-        array = self._reader.read(name, part)
+    def leaf(self, name):
+        leaf = super().leaf(name)
+
+        @contextlib.contextmanager
+        def opened():
+            with leaf.open() as read:
+                yield lambda part: self._watch(read(part))
+
+        return leaf._replace(open=opened)
+
+    def _watch(self, array):
         self.alive += 1
         self.most_alive = max(self.most_alive, self.alive)
         self.largest = max(self.largest, array.nbytes)
@@ -594,15 +604,15 @@ def test_one_leaf_and_one_tensor_are_in_memory(tmp_path, fused):
     reader = WatchedReader(write(tmp_path / "it", LARGE, tensors))
     total = sum(tensor.nbytes for tensor in tensors.values())
     del tensors
-    leaves = iter_hf_leaves(reader, DecoderConfig.from_hf(LARGE))
+    leaves = hf_leaves(reader, DecoderConfig.from_hf(LARGE))
     tracemalloc.start()
-    next(leaves)  # what is known of all tensors stays
+    first = "layers/global_layer/mlp/experts/gate_proj"
+    read_whole(leaves.pop(first), first)  # what is made once stays
     before, _ = tracemalloc.get_traced_memory()
     tracemalloc.reset_peak()
     largest = 0
-    for _, leaf in leaves:
-        largest = max(largest, leaf.nbytes)
-        del leaf
+    for path, leaf in leaves.items():
+        largest = max(largest, read_whole(leaf, path).nbytes)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert reader.most_alive == 1
@@ -613,11 +623,12 @@ def test_one_leaf_and_one_tensor_are_in_memory(tmp_path, fused):
 def test_streaming_gives_the_bytes_that_loading_gives():
     folder = GOLDENS / "qwen3_next_6l"
     config, params = load_hf(folder)
-    streamed = dict(iter_hf_leaves(safetensors.Reader(folder), config))
-    loaded = dict(flatten(params))
+    streamed = hf_leaves(safetensors.Reader(folder), config)
+    loaded = {"/".join(path): leaf for path, leaf in flatten(params)}
     assert streamed.keys() == loaded.keys()
     for path, leaf in streamed.items():
-        assert leaf.tobytes() == np.asarray(loaded[path]).tobytes()
+        read = read_whole(leaf, path)
+        assert read.tobytes() == np.asarray(loaded[path]).tobytes()
 
 
 def test_nothing_is_read_before_everything_is_checked(tmp_path):
@@ -625,5 +636,5 @@ def test_nothing_is_read_before_everything_is_checked(tmp_path):
     del tensors["model.norm.weight"]
     reader = WatchedReader(write(tmp_path / "it", ALL_THREES, tensors))
     with pytest.raises(CheckpointError):
-        next(iter_hf_leaves(reader, DecoderConfig.from_hf(ALL_THREES)))
+        hf_leaves(reader, DecoderConfig.from_hf(ALL_THREES))
     assert reader.most_alive == 0

@@ -11,13 +11,15 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors import safe_open
 
 from shared.checkpoint import CheckpointError, load_hf, save_hf
-from shared.checkpoint import safetensors as files
 from shared.config import DecoderConfig
 from shared.layers import decoder
 from shared.params import shapes as param_shapes
 from shared.presets import preset
+from shared.stores import safetensors as files
+from shared.stores import safetensors_writer
 from tests.shared.checkpoint.checkpoints import (
     ALL_THREES,
     GOLDENS,
@@ -195,7 +197,7 @@ def test_every_tensor_is_in_one_shard(tmp_path, limit):
     ]
     stored = []
     for shard in shards:
-        with files.safe_open(tmp_path / "new" / shard, framework="numpy") as file:
+        with safe_open(tmp_path / "new" / shard, framework="numpy") as file:
             names = list(file.keys())
             assert file.metadata() == {"format": "pt"}
         assert all(index["weight_map"][name] == shard for name in names)
@@ -252,7 +254,7 @@ def test_a_write_that_fails_leaves_nothing(tmp_path, model, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("No space left on device")
 
-    monkeypatch.setattr(files, "_write_file", fail)
+    monkeypatch.setattr(safetensors_writer, "write_file", fail)
     with pytest.raises(OSError, match="No space left"):
         save_hf(tmp_path / "new", *model)
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
 import pathlib
@@ -19,22 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from parity.stores.store import (
+from shared.stores.store import (
+    CheckpointError,
     Leaf,
+    Part,
     Path,
     Read,
     Store,
-    StoreError,
     collect,
     constant,
     some,
     split_name,
 )
-from parity.stores.tree import key_kind
+from shared.stores.tree import key_kind
 
 _TREE = "_METADATA"
 _SEQUENCE = 1  # key type of an index; 2 is a dict's key
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
+_EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -55,10 +58,10 @@ def open_folder(folder: pathlib.Path, step: int | None = None) -> Store:
       step: which one, where there are several; None: the latest.
 
     Raises:
-      StoreError: it is damaged, has no such step, or several trees.
+      CheckpointError: it is damaged, has no such step, or several trees.
     """
     if _UNFINISHED in folder.name:
-        raise StoreError(
+        raise CheckpointError(
             f"{folder} was not finished when it was saved: take another step."
         )
     if (folder / _TREE).is_file():
@@ -70,11 +73,11 @@ def open_folder(folder: pathlib.Path, step: int | None = None) -> Store:
     if len(items) == 1:
         return _open_tree(folder / items[0])
     if not items:
-        raise StoreError(
+        raise CheckpointError(
             f"{folder} is a checkpoint of orbax without a tree ({_TREE}): it is "
             "damaged, or older than orbax's tree metadata; restore and save it again."
         )
-    raise StoreError(
+    raise CheckpointError(
         f"{folder} has {len(items)} trees. Give one of them: "
         + some([str(folder / item) for item in items], 8)
     )
@@ -86,7 +89,7 @@ def _open_step(
     chosen = max(steps) if step is None else step
     if chosen not in steps:
         known = some([str(number) for number in sorted(steps)], 8)
-        raise StoreError(f"{folder} has no step {chosen}. It has {known}.")
+        raise CheckpointError(f"{folder} has no step {chosen}. It has {known}.")
     store = open_folder(steps[chosen])
     if step is None:
         note = f"step {chosen}, the latest of {len(steps)}"
@@ -123,12 +126,14 @@ def _open_tree(folder: pathlib.Path) -> Store:
             for node in metadata["tree_metadata"].values()
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise StoreError(
+        raise CheckpointError(
             f"{folder / _TREE} is not orbax's tree metadata as we know it ({error!r}): "
             "restore and save it again with another version of orbax."
         ) from None
     arrays = _Arrays(folder, metadata)
     counts = Counter(".".join(keys) for keys, _, _ in nodes)
+
+    empty = {path: kind for _, path, kind in nodes if kind in _EMPTY}
 
     def found() -> Iterator[tuple[Path, Leaf | str]]:
         for keys, path, value_type in nodes:
@@ -139,10 +144,11 @@ def _open_tree(folder: pathlib.Path) -> Store:
                 yield path, arrays.leaf(name)
             elif value_type == "string":
                 yield path, constant(arrays.text(name))
-            elif value_type not in ("None", "Dict", "List", "Tuple", "NamedTuple"):
+            elif value_type not in _EMPTY:
                 yield path, f"orbax's {value_type} is not supported: leave it out"
 
-    return collect(Store(str(folder), "orbax", {}, boxes=True), found())
+    store = Store(str(folder), "orbax", {}, boxes=True, empty=empty)
+    return collect(store, found())
 
 
 def _path(keys: list[dict[str, Any]]) -> Path:
@@ -159,11 +165,13 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise StoreError(
+        raise CheckpointError(
             f"{path} is not JSON ({error}): fetch or write it again."
         ) from None
     if not isinstance(data, dict):
-        raise StoreError(f"{path} must hold a JSON object. Got {type(data).__name__}.")
+        raise CheckpointError(
+            f"{path} must hold a JSON object. Got {type(data).__name__}."
+        )
     return data
 
 
@@ -174,7 +182,7 @@ class _Arrays:
         try:
             import tensorstore
         except ImportError as error:
-            raise StoreError(
+            raise CheckpointError(
                 f"{folder} is a checkpoint of orbax; to read it: "
                 "pip install orbax-checkpoint."
             ) from error
@@ -195,14 +203,15 @@ class _Arrays:
         chunk = array.chunk_layout.read_chunk.shape or shape
         limit = _band(shape, tuple(chunk)) * dtype.itemsize
 
-        @contextlib.contextmanager
-        def opened() -> Iterator[Read]:
-            # A chunk is decoded whole; it is kept until the parts in it are read.
-            cache = {"cache_pool": {"total_bytes_limit": limit + 2**20}}
-            array = self._open(name, self._tensorstore.Context(cache))
-            yield lambda part: np.asarray(array[part].read().result())
-
+        opened = functools.partial(self._reader, name, limit)
         return Leaf(shape, dtype, opened, self._kinds.get(name, ""))
+
+    @contextlib.contextmanager
+    def _reader(self, name: str, limit: int) -> Iterator[Read]:
+        # A chunk is decoded whole; it is kept until the parts in it are read.
+        cache = {"cache_pool": {"total_bytes_limit": limit + 2**20}}
+        array = self._open(name, self._tensorstore.Context(cache))
+        yield functools.partial(_read_part, array)
 
     def text(self, name: str) -> str:
         """A text, by its name in the folder."""
@@ -228,10 +237,14 @@ class _Arrays:
             )
             return opening.result()
         except ValueError as error:
-            raise StoreError(
+            raise CheckpointError(
                 f"{self._folder}: the array {name} is in {_TREE} and cannot be opened: "
                 f"fetch or write it again. {_brief(error)}"
             ) from None
+
+
+def _read_part(array: Any, part: Part) -> np.ndarray:
+    return np.asarray(array[part].read().result())
 
 
 def _kinds(folder: pathlib.Path) -> Iterator[tuple[str, str]]:

@@ -22,10 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-import parity.stores.npz
+import shared.stores.npz
 from parity.diff import diff
-from parity.stores import StoreError, blocks, from_tree, open_store, path_text
-from shared.checkpoint import CheckpointError
+from shared.stores import CheckpointError, blocks, from_tree, open_store, path_text
 from tests.parity.checkpoints import WRITERS, stepped, write_msgpack, write_orbax
 
 TREE = {
@@ -135,7 +134,7 @@ def test_a_prefix_is_a_subtree(tmp_path):
     store = open_store(WRITERS["npz"](TREE, tmp_path / "x"))
     assert_same(contents(store.under("params")), flat(TREE["params"]))
     assert_same(contents(store.under("params/dense/")), flat(TREE["params"]["dense"]))
-    with pytest.raises(StoreError, match="param'.*It has mask, params, step"):
+    with pytest.raises(CheckpointError, match="param'.*It has mask, params, step"):
         store.under("param")
 
 
@@ -222,7 +221,7 @@ def test_steps_of_a_manager(tmp_path):
     assert read(latest.leaves[("a",)])[0] == 10
     assert read(open_store(folder, step=9).leaves[("a",)])[0] == 9
     assert read(open_store(folder / "2").leaves[("a",)])[0] == 2
-    with pytest.raises(StoreError, match="no step 3. It has 2, 9, 10"):
+    with pytest.raises(CheckpointError, match="no step 3. It has 2, 9, 10"):
         open_store(folder, step=3)
 
 
@@ -232,7 +231,7 @@ def test_several_items_are_not_guessed_between(tmp_path):
     with orbax.checkpoint.CheckpointManager(tmp_path / "run") as manager:
         manager.save(1, args=args.Composite(**items, data=args.JsonSave({"x": 1})))
         manager.wait_until_finished()
-    with pytest.raises(StoreError, match=r"2 trees.*1/ema, .*1/state"):
+    with pytest.raises(CheckpointError, match=r"2 trees.*1/ema, .*1/state"):
         open_store(tmp_path / "run")
     assert list(open_store(tmp_path / "run" / "1" / "ema").leaves) == [("a",)]
 
@@ -250,7 +249,7 @@ def test_damaged_orbax_folders(tmp_path):
     def damaged(change):
         copy = shutil.copytree(folder, tmp_path / "damaged")
         change(copy)
-        with pytest.raises(StoreError) as error:
+        with pytest.raises(CheckpointError) as error:
             diff(open_store(copy), open_store(folder))
         shutil.rmtree(copy)
         return str(error.value)
@@ -263,7 +262,7 @@ def test_damaged_orbax_folders(tmp_path):
     assert "tensorstore_spec" not in lost
     # Not taken for zeros.
     assert "missing" in damaged(lambda f: (f / "params.dense.kernel" / "0.0").unlink())
-    with pytest.raises(StoreError, match="not finished"):
+    with pytest.raises(CheckpointError, match="not finished"):
         open_store(shutil.copytree(folder, tmp_path / "x.orbax-checkpoint-tmp"))
 
 
@@ -303,7 +302,7 @@ def test_files_without_an_index(tmp_path):
     save_file({"a": np.ones(2)}, folder / "weights.safetensors")
     assert list(open_store(folder).leaves) == [("a",)]
     save_file({"a": np.ones(2)}, folder / "more.safetensors")
-    with pytest.raises(StoreError, match="more.safetensors, weights.safetensors"):
+    with pytest.raises(CheckpointError, match="more.safetensors, weights.safetensors"):
         open_store(folder)
 
 
@@ -376,11 +375,11 @@ def test_objects_are_refused_by_name_and_never_unpickled(tmp_path):
     assert "pickle" in store.refused[("bad",)]
 
     (tmp_path / "y").write_bytes(pickle.dumps({"a": Bomb()}))
-    with pytest.raises(StoreError, match="pickle.*never read"):
+    with pytest.raises(CheckpointError, match="pickle.*never read"):
         open_store(tmp_path / "y")
     with zipfile.ZipFile(tmp_path / "model.pt", "w") as archive:
         archive.writestr("archive/data.pkl", pickle.dumps(Bomb()))
-    with pytest.raises(StoreError, match="pickle.*never read"):
+    with pytest.raises(CheckpointError, match="pickle.*never read"):
         open_store(tmp_path / "model.pt")
 
 
@@ -400,7 +399,7 @@ def test_a_stream_is_read_in_parts(tmp_path, monkeypatch):
         reads.append(len(data))
         return data
 
-    monkeypatch.setattr(parity.stores.npz.zipfile.ZipExtFile, "read", counted)
+    monkeypatch.setattr(shared.stores.npz.zipfile.ZipExtFile, "read", counted)
     leaf = open_store(tmp_path / "x.npz").leaves[("w",)]
     reads.clear()
     read(leaf, limit=70)
@@ -417,14 +416,14 @@ def test_a_truncated_file_is_refused(name, keep, tmp_path):
     path = WRITERS[name](TREE, tmp_path / "x")
     data = path.read_bytes()
     path.write_bytes(data[:-1] if keep == -1 else data[: int(len(data) * keep)])
-    with pytest.raises(StoreError, match="fetch or write it again"):
+    with pytest.raises(CheckpointError, match="fetch or write it again"):
         open_store(path)
 
 
 def test_bytes_after_the_end_are_refused(tmp_path):
     path = write_msgpack(TREE, tmp_path / "x")
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(StoreError, match="1 bytes follow"):
+    with pytest.raises(CheckpointError, match="1 bytes follow"):
         open_store(path)
 
 
@@ -439,23 +438,25 @@ def test_bytes_after_the_end_are_refused(tmp_path):
 )
 def test_files_of_another_kind(content, words, tmp_path):
     (tmp_path / "x").write_bytes(content)
-    with pytest.raises(StoreError, match=words):
+    with pytest.raises(CheckpointError, match=words):
         open_store(tmp_path / "x")
 
 
 def test_what_is_not_there_and_folders_of_another_kind(tmp_path):
-    with pytest.raises(StoreError, match="There is no .*none. Give an orbax folder"):
+    with pytest.raises(
+        CheckpointError, match="There is no .*none. Give an orbax folder"
+    ):
         open_store(tmp_path / "none")
-    with pytest.raises(StoreError, match="It has nothing. Give an orbax folder"):
+    with pytest.raises(CheckpointError, match="It has nothing. Give an orbax folder"):
         open_store(tmp_path)
     (tmp_path / "notes.txt").write_text("")
-    with pytest.raises(StoreError, match="It has notes.txt"):
+    with pytest.raises(CheckpointError, match="It has notes.txt"):
         open_store(tmp_path)
 
 
 def test_deep_nesting_is_refused(tmp_path):
     (tmp_path / "x").write_bytes(b"\x81\xa1a" + b"\x91" * 10**5 + b"\xc0")
-    with pytest.raises(StoreError, match="nested too deeply"):
+    with pytest.raises(CheckpointError, match="nested too deeply"):
         open_store(tmp_path / "x")
 
 
@@ -463,7 +464,7 @@ def test_deep_nesting_is_refused(tmp_path):
 def test_any_bytes_are_read_or_refused(tmp_path_factory, data):
     path = tmp_path_factory.getbasetemp() / "fuzzed"
     path.write_bytes(data)
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(CheckpointError):
         store = open_store(path)
         diff(store, store)
 
@@ -487,6 +488,6 @@ def test_a_changed_byte_is_read_or_refused(tmp_path_factory, place, byte):
     data[place] = byte
     path = tmp_path_factory.getbasetemp() / "changed"
     path.write_bytes(data)
-    with contextlib.suppress(StoreError):
+    with contextlib.suppress(CheckpointError):
         store = open_store(path)
         diff(store, store)

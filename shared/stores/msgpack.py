@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import io
 import math
 import os
 import pathlib
 import struct
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity.stores.store import (
+from shared.stores.store import (
+    CheckpointError,
     Extent,
     Leaf,
     Path,
     Store,
-    StoreError,
     collect,
     constant,
     file_leaf,
@@ -40,6 +41,7 @@ _LENGTHS = {
     **{0xDE + i: ("map", 2 << i) for i in range(2)},
 }
 _NUMBERS = dict(zip([*range(0xCA, 0xD4)], [f">{c}" for c in "fdBHIQbhiq"], strict=True))
+_NOTHING = {("constant", None): "None", ("map", 0): "Dict", ("array", 0): "List"}
 _CONSTANTS = {0xC0: None, 0xC2: False, 0xC3: True}
 
 
@@ -52,14 +54,17 @@ def open_file(path: pathlib.Path) -> Store:
     """The leaves of `flax.serialization.to_bytes`.
 
     Raises:
-      StoreError: it is damaged, or no msgpack.
+      CheckpointError: it is damaged, or no msgpack.
     """
     try:
         with path.open("rb") as stream:
             found = list(_Parser(path, stream).parse())
     except RecursionError:
-        raise StoreError(f"{path} is nested too deeply to be a checkpoint.") from None
-    store = Store(str(path), "msgpack", {}, boxes=True)
+        raise CheckpointError(
+            f"{path} is nested too deeply to be a checkpoint."
+        ) from None
+    empty = {where: str(value) for where, value in found if isinstance(value, _Empty)}
+    store = Store(str(path), "msgpack", {}, boxes=True, empty=empty)
     return collect(store, _leaves(path, found))
 
 
@@ -83,7 +88,7 @@ def _leaves(
             yield where, file_leaf(path, value.shape, value.dtype, [extent])
         elif isinstance(value, _Refused):
             yield where, value
-        elif value is not None:
+        elif not isinstance(value, _Empty):
             yield where, constant(value)
     for above, pieces in parts.items():
         yield above, _unchunked(path, pieces)
@@ -112,10 +117,14 @@ class _Refused(str):
     """Why a value is not read."""
 
 
+class _Empty(str):
+    """What a node without leaves is."""
+
+
 class _Parser:
     """Walks a file and steps over the bytes of arrays."""
 
-    def __init__(self, path: pathlib.Path, stream: IO[bytes]):
+    def __init__(self, path: pathlib.Path, stream: io.BufferedIOBase):
         self._path = path
         self._stream = stream
         self._size = os.fstat(stream.fileno()).st_size
@@ -128,7 +137,9 @@ class _Parser:
 
     def _walk(self, path: Path) -> Iterator[tuple[Path, Any]]:
         kind, value = self._head()
-        if kind == "map":
+        if (kind, value) in _NOTHING:
+            yield path, _Empty(_NOTHING[kind, value])
+        elif kind == "map":
             for _ in range(value):
                 key = self._key(path)
                 yield from self._walk((*path, *key))
@@ -231,8 +242,8 @@ class _Parser:
             raise self._error(f"it ends after {self._size} bytes, within an object")
         return self._stream.read(length)
 
-    def _error(self, what: str) -> StoreError:
-        return StoreError(
+    def _error(self, what: str) -> CheckpointError:
+        return CheckpointError(
             f"{self._path} is not a whole msgpack of Flax ({what}): fetch or write it "
             "again."
         )

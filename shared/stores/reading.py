@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import sys
 import zipfile
@@ -11,9 +12,11 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from parity.stores.store import Leaf, Part, Read, StoreError, blocks
+from shared.stores.store import CheckpointError, Leaf, Part, Read, blocks
 
 BLOCK_BYTES = 4 * 2**20  # of a leaf that are in memory at once
+_WHOLE_BLOCK = 64 * 2**20
+_ALIGNMENT = 64  # from which on JAX takes an array over instead of copying it
 
 _DAMAGE = (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error)
 
@@ -23,33 +26,61 @@ def reading(leaf: Leaf, name: str) -> Iterator[Read]:
     """The leaf's `read`, of which errors name the leaf.
 
     Raises:
-      StoreError: what is stored is damaged, or is not what the format promised.
+      CheckpointError: what is stored is damaged, or is not what the format promised.
     """
     with contextlib.ExitStack() as stack:
         with _named(name):
             read = stack.enter_context(leaf.open())
 
-        def named(part: Part) -> np.ndarray:
-            with _named(name):
-                array = np.asarray(read(part))
-                expected = tuple(s.stop - s.start for s in part)
-                if array.shape != expected:
-                    raise ValueError(f"{array.shape} came for {expected}")
-                return array
+        yield functools.partial(_read_named, name, read)
 
-        yield named
+
+def _read_named(name: str, read: Read, part: Part) -> np.ndarray:
+    with _named(name):
+        array = np.asarray(read(part))
+        expected = tuple(s.stop - s.start for s in part)
+        if array.shape != expected:
+            raise ValueError(f"{array.shape} came for {expected}")
+        return array
 
 
 @contextlib.contextmanager
 def _named(name: str) -> Iterator[None]:
     try:
         yield
-    except StoreError:
+    except CheckpointError:
         raise
     except _DAMAGE as error:
-        raise StoreError(
+        raise CheckpointError(
             f"{name} cannot be read ({error}): fetch or write it again."
         ) from error
+
+
+def read_whole(leaf: Leaf, name: str) -> np.ndarray:
+    """The whole leaf, in memory that JAX on a CPU takes over as it is.
+
+    Args:
+      leaf: a part at a time is in memory besides.
+      name: for errors.
+
+    Raises:
+      CheckpointError: the leaf cannot be read.
+    """
+    memory = np.empty(leaf.nbytes + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    array = memory[start : start + leaf.nbytes].view(leaf.dtype).reshape(leaf.shape)
+    _fill(array, leaf, name)
+    return array
+
+
+def _fill(array: np.ndarray, leaf: Leaf, name: str) -> None:
+    if leaf.pieces is not None:
+        for piece in leaf.pieces():
+            _fill(array[piece.at], piece.leaf, name)
+        return
+    with reading(leaf, name) as read:
+        for part in blocks(leaf.shape, max(1, _WHOLE_BLOCK // leaf.dtype.itemsize)):
+            array[part] = read(part)
 
 
 def digest(leaf: Leaf, name: str, progress: Callable[[int], None] | None = None) -> str:
@@ -63,7 +94,7 @@ def digest(leaf: Leaf, name: str, progress: Callable[[int], None] | None = None)
       progress: told of bytes as they are read.
 
     Raises:
-      StoreError: the leaf cannot be read.
+      CheckpointError: the leaf cannot be read.
     """
     found = hashlib.sha256()
     with reading(leaf, name) as read:

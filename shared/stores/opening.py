@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import pathlib
 
-from parity.stores import msgpack, npz, orbax, safetensors
-from parity.stores.store import Store, StoreError, some
+from shared.stores import msgpack, npz, orbax, safetensors
+from shared.stores.store import CheckpointError, Store, some
 
 _KNOWN = (
     "an orbax folder (_METADATA, items or steps that have it), a folder of "
@@ -31,19 +31,19 @@ def open_store(path: str | os.PathLike[str], step: int | None = None) -> Store:
       step: of a checkpoint manager's folder; None: the latest.
 
     Raises:
-      StoreError: there is nothing that we know, or it is damaged.
+      CheckpointError: there is nothing that we know, or it is damaged.
       shared.checkpoint.CheckpointError: a safetensors folder is damaged.
     """
     where = pathlib.Path(path).absolute()
     if where.is_dir():
         return _open_folder(where, step)
     if not where.is_file():
-        raise StoreError(f"There is no {path}. Give {_KNOWN}.")
+        raise CheckpointError(f"There is no {path}. Give {_KNOWN}.")
     with where.open("rb") as stream:
         start = stream.read(16)
     for magic, reason in _REFUSED.items():
         if start.startswith(magic):
-            raise StoreError(f"{path} is no checkpoint that we read. {reason}")
+            raise CheckpointError(f"{path} is no checkpoint that we read. {reason}")
     if start.startswith(b"PK"):
         return npz.open_file(where)
     if safetensors.is_safetensors(start):
@@ -51,7 +51,7 @@ def open_store(path: str | os.PathLike[str], step: int | None = None) -> Store:
     if msgpack.is_msgpack(start):
         return msgpack.open_file(where)
     size = where.stat().st_size
-    raise StoreError(f"{path} ({size} bytes) is no checkpoint. Give {_KNOWN}.")
+    raise CheckpointError(f"{path} ({size} bytes) is no checkpoint. Give {_KNOWN}.")
 
 
 def _open_folder(folder: pathlib.Path, step: int | None) -> Store:
@@ -62,10 +62,10 @@ def _open_folder(folder: pathlib.Path, step: int | None) -> Store:
         return safetensors.open_folder(folder)
     names = sorted(path.name for path in folder.iterdir())
     if any(name in (".zarray", "checkpoint", "manifest.ocdbt") for name in names):
-        raise StoreError(
+        raise CheckpointError(
             f"{folder} looks like a checkpoint of an orbax without tree metadata "
             "(_METADATA): restore and save it again with a newer orbax."
         )
-    raise StoreError(
+    raise CheckpointError(
         f"{folder} is no checkpoint. It has {some(names, 8)}. Give {_KNOWN}."
     )

@@ -7,19 +7,19 @@ import math
 import pathlib
 import zipfile
 from collections.abc import Iterator
-from typing import IO
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from parity.stores.store import (
+from shared.stores.store import (
+    ByRuns,
+    CheckpointError,
     Leaf,
-    Part,
     Path,
     Read,
     Store,
-    StoreError,
     collect,
-    run_of,
+    read_into,
     some,
     split_name,
 )
@@ -29,7 +29,7 @@ def open_file(path: pathlib.Path) -> Store:
     """The arrays of an npz; `a/b` is b in a.
 
     Raises:
-      StoreError: it is damaged, or a zip of something else.
+      CheckpointError: it is damaged, or a zip of something else.
     """
     try:
         with zipfile.ZipFile(path) as archive:
@@ -37,15 +37,15 @@ def open_file(path: pathlib.Path) -> Store:
             arrays = [name for name in members if name.endswith(".npy")]
             other = [name for name in members if not name.endswith(".npy")]
             if any(name.endswith(".pkl") for name in other):
-                raise StoreError(
+                raise CheckpointError(
                     f"{path} holds a pickle (PyTorch?), which is never read, for it "
                     "can run any code: save it as safetensors."
                 )
             if not arrays:
-                raise StoreError(f"{path} is a zip without npy arrays, so no npz.")
+                raise CheckpointError(f"{path} is a zip without npy arrays, so no npz.")
             found = [(_path(name), _leaf(path, archive, name)) for name in arrays]
     except (zipfile.BadZipFile, EOFError) as error:
-        raise StoreError(
+        raise CheckpointError(
             f"{path} is a damaged zip ({error}): fetch or write it again."
         ) from None
     notes = (f"ignored, no arrays: {some(other, 4)}",) if other else ()
@@ -72,11 +72,11 @@ def _leaf(path: pathlib.Path, archive: zipfile.ZipFile, member: str) -> Leaf | s
             f"dtype {dtype}: an npz does not keep bfloat16, float8 and int4; save it "
             "as safetensors or convert it"
         )
-    reader = _whole if fortran else _streamed
-    return Leaf(shape, dtype, lambda: reader(path, member, shape, dtype))
+    where = _Member(path, member, shape, dtype)
+    return Leaf(shape, dtype, where.whole if fortran else where.streamed)
 
 
-def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype]:
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         return np.lib.format.read_array_header_1_0(stream)
@@ -85,30 +85,34 @@ def _header(stream: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype]:
     raise ValueError(f"npy version {version}, not 1.0 or 2.0")
 
 
-@contextlib.contextmanager
-def _streamed(
-    path: pathlib.Path, member: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Iterator[Read]:
-    with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-        _header(stream)
-        start = stream.tell()
+class _Member(NamedTuple):
+    path: pathlib.Path
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype
 
-        def read(part: Part) -> np.ndarray:
-            first, count = run_of(shape, part)
-            stream.seek(start + first * dtype.itemsize)
-            data = stream.read(count * dtype.itemsize)
-            return np.frombuffer(data, dtype).reshape([s.stop - s.start for s in part])
+    @contextlib.contextmanager
+    def streamed(self) -> Iterator[Read]:
+        with zipfile.ZipFile(self.path) as archive, archive.open(self.name) as stream:
+            _header(stream)
+            runs = _Runs(stream, stream.tell(), self.dtype.itemsize)
+            yield ByRuns(self.shape, self.dtype, runs)
 
-        yield read
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[Read]:
+        """Of an array in Fortran order no part is a run of the stream: all is read."""
+        with zipfile.ZipFile(self.path) as archive, archive.open(self.name) as stream:
+            _header(stream)
+            data = stream.read(math.prod(self.shape) * self.dtype.itemsize)
+        array = np.frombuffer(data, self.dtype).reshape(self.shape, order="F")
+        yield array.__getitem__
 
 
-@contextlib.contextmanager
-def _whole(
-    path: pathlib.Path, member: str, shape: tuple[int, ...], dtype: np.dtype
-) -> Iterator[Read]:
-    """Of an array in Fortran order no part is a run of the stream: all is read."""
-    with zipfile.ZipFile(path) as archive, archive.open(member) as stream:
-        _header(stream)
-        data = stream.read(math.prod(shape) * dtype.itemsize)
-    array = np.frombuffer(data, dtype).reshape(shape, order="F")
-    yield lambda part: array[part]
+class _Runs(NamedTuple):
+    stream: Any
+    start: int
+    itemsize: int
+
+    def fill(self, first: int, memory: np.ndarray) -> None:
+        self.stream.seek(self.start + first * self.itemsize)
+        read_into(self.stream, memory.data)
