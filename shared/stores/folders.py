@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import fcntl
 import json
+import os
 import pathlib
 import shutil
-import uuid
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -64,23 +65,81 @@ def write_json(path: pathlib.Path, data: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
+class OtherRunError(CheckpointError):
+    """What a killed process has left is not what this one would go on with."""
+
+
+def partial_folder(folder: pathlib.Path) -> pathlib.Path:
+    """Where a folder is while it is being written."""
+    return folder.parent / f".{folder.name}.partial"
+
+
+def is_partial(folder: pathlib.Path) -> bool:
+    """Whether a folder's name says that it was not finished."""
+    return folder.name.startswith(".") and folder.name.endswith(".partial")
+
+
 @contextlib.contextmanager
-def new_folder(folder: pathlib.Path) -> Iterator[pathlib.Path]:
+def new_folder(folder: pathlib.Path, *, resume: bool = False) -> Iterator[pathlib.Path]:
     """A folder that appears, whole, under the name `folder`, or not at all.
 
+    What a killed process has left is thrown away, or gone on with.
+
+    Args:
+      folder: new or empty.
+      resume: gives what a killed process has left; bad input removes it.
+
     Raises:
-      CheckpointError: `folder` exists and is not an empty folder.
+      CheckpointError: `folder` exists and is not an empty folder, or another process
+        is writing it.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(
             f"{folder} exists. {contents(folder)} Give a new or an empty folder."
         )
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.parent / f".{folder.name}.{uuid.uuid4().hex[:8]}.partial"
-    partial.mkdir()
+    partial = partial_folder(folder)
+    partial.mkdir(parents=True, exist_ok=True)
+    with _locked(partial):
+        if not resume:
+            _clear(partial)
+        try:
+            yield partial
+            sync(partial)
+            partial.rename(folder)
+            sync(folder.parent)
+        except BaseException as error:
+            bad_input = isinstance(error, CheckpointError)
+            if not isinstance(error, OtherRunError) and (bad_input or not resume):
+                shutil.rmtree(partial, ignore_errors=True)
+            raise
+
+
+@contextlib.contextmanager
+def _locked(folder: pathlib.Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY)
     try:
-        yield partial
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise CheckpointError(
+            f"Another process is writing {folder}: wait for it, or give another folder."
+        ) from None
+    finally:
+        os.close(descriptor)
+
+
+def _clear(folder: pathlib.Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def sync(path: pathlib.Path) -> None:
+    """Has the disk keep what a file or a folder's list of names holds."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,7 @@ import os
 import pathlib
 
 from shared.stores import msgpack, npz, orbax, safetensors
+from shared.stores.folders import is_partial
 from shared.stores.store import CheckpointError, Store, some
 
 _KNOWN = (
@@ -23,18 +24,24 @@ _REFUSED = {
 }
 
 
-def open_store(path: str | os.PathLike[str], step: int | None = None) -> Store:
+def open_store(
+    path: str | os.PathLike[str], step: int | None = None, *, partial: bool = False
+) -> Store:
     """Opens a checkpoint of any format; nothing but its headers is read.
 
     Args:
       path: a folder or a file.
       step: of a checkpoint manager's folder; None: the latest.
+      partial: also what is still being written.
 
     Raises:
       CheckpointError: there is nothing that we know, or it is damaged.
-      shared.checkpoint.CheckpointError: a safetensors folder is damaged.
     """
     where = pathlib.Path(path).absolute()
+    if not partial and any(map(is_partial, (where, *where.parents))):
+        raise CheckpointError(
+            f"{path} was not finished when it was written: run what wrote it again."
+        )
     if where.is_dir():
         return _open_folder(where, step)
     if not where.is_file():

@@ -1,0 +1,226 @@
+"""The zoo's own checkpoints: orbax's tree folders with a manifest.
+
+    CHECKPOINT/manifest.json     layout, config, a digest for each leaf
+    CHECKPOINT/_METADATA         orbax's: which paths there are
+    CHECKPOINT/params.norm/ ...  the arrays (zarr)
+
+Both frontends write and read the same files, and stock orbax reads them, too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+
+from shared.checkpoint.manifest import (
+    LeafRecord,
+    Manifest,
+    check_digests,
+    check_leaves,
+    find_manifest,
+    model_manifest,
+    record,
+    write_manifest,
+)
+from shared.checkpoint.scheme import Conversion, units, zoo_scheme
+from shared.config import DecoderConfig
+from shared.layers import decoder
+from shared.plan import insert
+from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
+from shared.stores.folders import OtherRunError, new_folder, sync
+from shared.stores.orbax_writer import (
+    Progress,
+    check_names,
+    write_array,
+    write_tree_file,
+)
+from shared.stores.reading import read_whole
+from shared.stores.tree import array_leaf
+from shared.trees import check_same_paths, flatten
+
+PARAMS = "params"  # what a model's parameters stand below
+_JOURNAL = "journal.jsonl"
+
+
+def save(
+    folder: str | os.PathLike[str], config: DecoderConfig, params: Mapping[str, Any]
+) -> None:
+    """Writes parameters, from whichever frontend.
+
+    The folder appears when it is complete and has been read back.
+
+    Args:
+      folder: new or empty.
+      config: of the model.
+      params: nested dicts of arrays in the layout of `config.plan`.
+
+    Raises:
+      CheckpointError: `folder` is not empty, or `params` do not fit `config`.
+    """
+    try:
+        check_same_paths(decoder.param_specs(config), params)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+    leaves: dict[Path, Leaf] = {
+        (PARAMS, *path): array_leaf(leaf) for path, leaf in flatten(params)
+    }
+    write_checkpoint(
+        folder, leaves, lambda records: model_manifest(config, records, source="save")
+    )
+
+
+def load(
+    folder: str | os.PathLike[str], *, verify: bool = True, **layout: Any
+) -> tuple[DecoderConfig, dict[str, Any]]:
+    """Config and parameters of a checkpoint that `save` or `parity convert` wrote.
+
+    Args:
+      folder: of the checkpoint.
+      verify: whether to read all of it first and compare it with the manifest.
+      **layout: `scan_layers`, `scan_period` or `param_scan_axis`, where the layers are
+        to be stacked in another way than they are stored.
+
+    Returns:
+      The config, and nested dicts of arrays in the layout of its plan.
+
+    Raises:
+      CheckpointError: it is damaged, or no checkpoint of ours.
+    """
+    store, manifest = open_checkpoint(folder)
+    if verify:
+        check_digests(store, manifest)
+    config = manifest.decoder_config()
+    leaves = {path_text(p): leaf for p, leaf in store.under(PARAMS).leaves.items()}
+    new = config.replace(**layout)
+    if new != config:
+        conversion = Conversion(zoo_scheme(config), zoo_scheme(new), units(config))
+        leaves = conversion.leaves(leaves)
+    params: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        insert(params, tuple(path.split("/")), jax.device_put(read_whole(leaf, path)))
+    return new, params
+
+
+def open_checkpoint(folder: str | os.PathLike[str]) -> tuple[Store, Manifest]:
+    """A checkpoint of ours, not yet read.
+
+    Raises:
+      CheckpointError: it has no manifest, or is not what the manifest says.
+    """
+    manifest = find_manifest(pathlib.Path(folder))
+    if manifest is None:
+        raise CheckpointError(
+            f"{folder} has no manifest.json, so it is no checkpoint of ours: convert "
+            "it (parity convert), or migrate it (parity migrate)."
+        )
+    store = open_store(folder)
+    check_leaves(store, manifest)
+    return store, manifest
+
+
+def write_checkpoint(
+    folder: str | os.PathLike[str],
+    leaves: Mapping[Path, Leaf],
+    describe: Callable[[Mapping[str, LeafRecord]], Manifest],
+    *,
+    empty: Mapping[Path, str] | None = None,
+    fingerprint: Mapping[str, Any] | None = None,
+    progress: Progress | None = None,
+) -> Manifest:
+    """Writes leaves one after the other, reads them back, and then shows the folder.
+
+    A run that was killed leaves a hidden folder, which is never taken for a checkpoint;
+    the next run with the same fingerprint goes on where it was.
+
+    Args:
+      folder: new or empty.
+      leaves: by path; a chunk of one is in memory.
+      describe: gives the manifest when the digests are known.
+      empty: nodes without leaves, as in `Store.empty`.
+      fingerprint: of all that the result depends on, as JSON; None: a killed run is
+        not gone on with.
+      progress: told of bytes as they are written, and again as they are read back.
+
+    Raises:
+      CheckpointError: `folder` is not empty, a source is damaged, or what was read back
+        is not what was written.
+    """
+    check_names(leaves)
+    target = pathlib.Path(folder).absolute()
+    with new_folder(target, resume=fingerprint is not None) as partial:
+        journal = _Journal.open(partial, fingerprint)
+        for path, leaf in leaves.items():
+            if path_text(path) in journal.records:
+                continue
+            sha256 = write_array(partial, path, leaf, progress)
+            journal.add(path_text(path), record(leaf, sha256))
+        write_tree_file(partial, leaves, empty or {})
+        records = {path_text(path): journal.records[path_text(path)] for path in leaves}
+        manifest = describe(records)
+        write_manifest(partial, manifest)
+        written = open_store(partial, partial=True)
+        check_digests(written, manifest, progress)
+        for file in partial.iterdir():
+            if file.is_file():
+                sync(file)
+        (partial / _JOURNAL).unlink()
+    return manifest
+
+
+class _Journal(NamedTuple):
+    """What a run has finished, a line a leaf."""
+
+    file: pathlib.Path
+    records: dict[str, LeafRecord]
+
+    @classmethod
+    def open(
+        cls, folder: pathlib.Path, fingerprint: Mapping[str, Any] | None
+    ) -> _Journal:
+        """The journal in a folder, or a new one.
+
+        Raises:
+          CheckpointError: it is that of another run.
+        """
+        journal = cls(folder / _JOURNAL, {})
+        lines = _whole_lines(journal.file)
+        wanted = json.loads(json.dumps(fingerprint))
+        if not lines:
+            journal._append(wanted)
+            return journal
+        if lines[0] != wanted:
+            raise OtherRunError(
+                f"{folder} was left by a run with another source or other options, "
+                "which was killed: run that again to finish it, or remove the folder."
+            )
+        for line in lines[1:]:
+            known = LeafRecord(tuple(line["shape"]), line["dtype"], line["sha256"])
+            journal.records[line["path"]] = known
+        return journal
+
+    def add(self, path: str, known: LeafRecord) -> None:
+        """Notes a leaf that is on the disk."""
+        self._append({"path": path, **known._asdict()})
+        self.records[path] = known
+
+    def _append(self, line: Any) -> None:
+        with self.file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(line) + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def _whole_lines(file: pathlib.Path) -> list[Any]:
+    """Lines of a journal but for a last one that was not finished."""
+    if not file.is_file():
+        return []
+    text = file.read_text("utf-8")
+    whole, _, rest = text.rpartition("\n")
+    if rest:  # cut it off, so that the next line starts anew
+        file.write_text(whole + "\n" if whole else "", "utf-8")
+    return [json.loads(line) for line in whole.splitlines()]

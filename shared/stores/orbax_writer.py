@@ -1,0 +1,223 @@
+"""Writes orbax's tree folders from leaves, a chunk at a time; stock orbax reads them.
+
+Each array is a zarr folder of its own, cut into chunks of some MiB along the leading
+axes, so that a layer of a stacked leaf is read without the others. Orbax itself writes
+a leaf's shard as one chunk, and needs it in memory.
+"""
+
+from __future__ import annotations
+
+import base64
+import collections
+import concurrent.futures
+import hashlib
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorstore
+
+from shared.stores.reading import reading
+from shared.stores.store import (
+    CheckpointError,
+    Leaf,
+    Part,
+    Path,
+    Read,
+    blocks,
+    part_shape,
+    path_text,
+)
+
+CHUNK_BYTES = 32 * 2**20
+TREE_FILE = "_METADATA"
+_STRINGS_FILE = "_strings.json"
+_PENDING = 2  # chunks on their way to the disk
+_KEY = "key<"  # start of the kind of PRNG keys
+
+Progress = Callable[[int], Any]
+
+
+def write_array(
+    folder: pathlib.Path, path: Path, leaf: Leaf, progress: Progress | None = None
+) -> str:
+    """Writes one leaf of a tree; it is on the disk when this returns.
+
+    Args:
+      folder: of the tree.
+      path: of the leaf.
+      leaf: read a chunk at a time, in C order.
+      progress: told of bytes as they are written.
+
+    Returns:
+      The SHA-256 of its entries (`shared.stores.digest`).
+    """
+    found = hashlib.sha256()
+    if leaf.dtype.kind == "U":
+        return _digest_text(leaf)
+    parts = list(blocks(leaf.shape, max(1, CHUNK_BYTES // leaf.dtype.itemsize)))
+    array = _create(folder / array_name(path), leaf, part_shape(parts[0]))
+    pending: collections.deque[Any] = collections.deque()
+    with reading(leaf, path_text(path)) as read:
+        for part, data in _read_ahead(read, parts):
+            found.update(data.reshape(-1).view(np.uint8).data)
+            pending.append(array[part].write(data))
+            while len(pending) >= _PENDING:
+                pending.popleft().result()
+            if progress is not None:
+                progress(data.nbytes)
+    while pending:
+        pending.popleft().result()
+    return found.hexdigest()
+
+
+def _read_ahead(read: Read, parts: Iterable[Part]) -> Iterator[tuple[Part, np.ndarray]]:
+    """Parts and what they hold; the next one is read while one is worked on."""
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ahead: collections.deque[Any] = collections.deque()
+        for part in parts:
+            ahead.append((part, thread.submit(_contiguous, read, part)))
+            if len(ahead) > 1:
+                done, future = ahead.popleft()
+                yield done, future.result()
+        for done, future in ahead:
+            yield done, future.result()
+
+
+def _contiguous(read: Read, part: Part) -> np.ndarray:
+    return np.asarray(read(part), order="C")
+
+
+def _digest_text(leaf: Leaf) -> str:
+    with leaf.open() as read:
+        data = np.ascontiguousarray(read(tuple(slice(0, n) for n in leaf.shape)))
+    return hashlib.sha256(data.tobytes()).hexdigest()
+
+
+def _create(folder: pathlib.Path, leaf: Leaf, chunk: tuple[int, ...]) -> Any:
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "metadata": {
+            "shape": leaf.shape,
+            "chunks": [max(1, n) for n in chunk],
+            "compressor": None,
+        },
+        "dtype": leaf.dtype.name,
+        "store_data_equal_to_fill_value": True,
+    }
+    return tensorstore.open(spec, create=True, delete_existing=True).result()
+
+
+def array_name(path: Path) -> str:
+    """The folder of an array, as orbax calls it."""
+    return ".".join(map(str, path))
+
+
+def write_tree_file(
+    folder: pathlib.Path, leaves: Mapping[Path, Leaf], empty: Mapping[Path, str]
+) -> None:
+    """Writes what makes a folder of arrays a tree: orbax's metadata.
+
+    Args:
+      folder: of the tree.
+      leaves: all of them.
+      empty: nodes without leaves, and what they are called (`Store.empty`).
+
+    Raises:
+      CheckpointError: two leaves would have one name.
+    """
+    check_names(leaves)
+    nodes = {path: _value_type(leaf) for path, leaf in leaves.items()}
+    nodes |= {path: _EMPTY.get(what, "None") for path, what in empty.items()}
+    tree = {
+        str(tuple(map(str, path))): {
+            "key_metadata": [
+                {"key": str(key), "key_type": 1 if isinstance(key, int) else 2}
+                for key in path
+            ],
+            "value_metadata": {
+                "value_type": value_type,
+                "skip_deserialize": path not in leaves,
+            },
+        }
+        for path, value_type in nodes.items()
+    }
+    metadata = {
+        "tree_metadata": tree,
+        "use_ocdbt": False,
+        "use_zarr3": False,
+        "store_array_data_equal_to_fill_value": True,
+        "custom_metadata": None,
+    }
+    _write_arrays_file(folder, leaves)
+    _write_strings(folder, leaves)
+    (folder / TREE_FILE).write_text(json.dumps(metadata), "utf-8")
+
+
+_EMPTY = {"Dict": "Dict", "List": "List", "Tuple": "Tuple"}
+
+
+def check_names(leaves: Iterable[Path]) -> None:
+    """Orbax joins a path by dots: two paths must not give one name.
+
+    Raises:
+      CheckpointError: names both.
+    """
+    names: dict[str, Path] = {}
+    for path in leaves:
+        other = names.setdefault(array_name(path), path)
+        if other != path:
+            raise CheckpointError(
+                f"Orbax keeps {other} and {path} under one name, {array_name(path)}: "
+                "rename one with a rule."
+            )
+
+
+def _value_type(leaf: Leaf) -> str:
+    if leaf.dtype.kind == "U":
+        return "string"
+    return "jax.Array" if leaf.kind.startswith(_KEY) else "np.ndarray"
+
+
+def _write_arrays_file(folder: pathlib.Path, leaves: Mapping[Path, Leaf]) -> None:
+    """Says of which arrays the entries are PRNG keys."""
+    keys = {
+        array_name(path): leaf
+        for path, leaf in leaves.items()
+        if leaf.kind.startswith(_KEY)
+    }
+    if not keys:
+        return
+    arrays = [
+        {
+            "array_metadata": {
+                "param_name": name,
+                "write_shape": leaf.shape,
+                "chunk_shape": leaf.shape,
+                "ext_metadata": {"random_key_impl": leaf.kind[len(_KEY) : -1]},
+            }
+        }
+        for name, leaf in keys.items()
+    ]
+    (folder / "array_metadatas").mkdir(exist_ok=True)
+    text = json.dumps({"array_metadatas": arrays})
+    (folder / "array_metadatas" / "process_0").write_text(text, "utf-8")
+    # Of what it makes JAX arrays of, orbax wants to know on which device.
+    place = {"sharding_type": "SingleDeviceSharding", "device_str": "cpu:0"}
+    shardings = {
+        base64.b64encode(name.encode()).decode(): json.dumps(place) for name in keys
+    }
+    (folder / "_sharding").write_text(json.dumps(shardings), "utf-8")
+
+
+def _write_strings(folder: pathlib.Path, leaves: Mapping[Path, Leaf]) -> None:
+    texts = {}
+    for path, leaf in leaves.items():
+        if leaf.dtype.kind == "U":
+            with leaf.open() as read:
+                texts[array_name(path)] = str(read(()))
+    if texts:
+        (folder / _STRINGS_FILE).write_text(json.dumps(texts), "utf-8")
