@@ -20,6 +20,7 @@ from parity.cli import (
     UsageError,
     check,
     compare,
+    convert,
     diff,
     generate,
     golden,
@@ -38,6 +39,7 @@ from parity.zoo import TargetError
 COMMANDS = {
     "check": check,
     "compare": compare,
+    "convert": convert,
     "diff": diff,
     "generate": generate,
     "models": models,

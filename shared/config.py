@@ -210,6 +210,8 @@ class DecoderConfig:
       router_aux_loss_coef: weight of the load-balance loss in the total loss.
       dropout_rate: dropout on both residual branches of each layer (the published
         models use none).
+      vocab_padding: rows of zeros behind the vocabulary, so that it divides by what it
+        is sharded over; no token, no logit and no Hugging Face tensor has them.
       scan_layers: stack and scan whole periods of layers, or keep `layers_0` ….
       scan_period: layers in a period; None finds it from the kinds.
       param_scan_axis: where the stack axes stand in a stacked leaf.
@@ -237,6 +239,7 @@ class DecoderConfig:
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
+    vocab_padding: int = 0
     scan_layers: bool = True
     scan_period: int | None = None
     param_scan_axis: int = 0
@@ -265,6 +268,10 @@ class DecoderConfig:
         if not 0.0 <= self.dropout_rate < 1.0:
             raise ConfigError(
                 f"dropout_rate must be in [0, 1). Got {self.dropout_rate}."
+            )
+        if self.vocab_padding < 0:
+            raise ConfigError(
+                f"vocab_padding must be at least 0. Got {self.vocab_padding}."
             )
         if self.param_scan_axis not in (0, 1):
             raise ConfigError(

@@ -115,6 +115,19 @@ def log_uniform(low: float, high: float) -> Initializer:
     return init
 
 
+def padded(init: Initializer, axis: int, count: int) -> Initializer:
+    """As `init`, with `count` zeros behind its values in one axis of the shape."""
+    if not count:
+        return init
+
+    def init_padded(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
+        widths = [(0, count if i == axis else 0) for i in range(len(shape))]
+        own = tuple(n - more for n, (_, more) in zip(shape, widths, strict=True))
+        return jnp.pad(init(key, own, dtype), widths)
+
+    return init_padded
+
+
 def child_key(key: PRNGKeyArray, *names: str) -> PRNGKeyArray:
     """The key of what stands below `names`: one fold a name."""
     for name in names:

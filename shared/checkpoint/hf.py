@@ -76,7 +76,8 @@ def hf_leaves(
     names = hf_names.family(config)
     wanted = hf_names.tensors(config, reader.tensors.__contains__)
     hf_checks.check_names(reader, config, wanted)
-    conversion = Conversion(hf_names.scheme(wanted), zoo_scheme(config), units(config))
+    source = hf_names.scheme(config, wanted)
+    conversion = Conversion(source, zoo_scheme(config), units(config))
     targets = {
         path_text(path): (spec, conversion.behind(path_text(path)))
         for path, spec in flatten(decoder.param_specs(config))
@@ -132,7 +133,8 @@ def _tensors(
     config: DecoderConfig, params: Mapping[str, Any], fused_experts: bool
 ) -> dict[str, Leaf]:
     _check_leaves(config, params)
-    target = hf_names.scheme(hf_names.tensors(config, lambda name: fused_experts))
+    tensors = hf_names.tensors(config, lambda name: fused_experts)
+    target = hf_names.scheme(config, tensors)
     leaves = {path_text(path): array_leaf(leaf) for path, leaf in flatten(params)}
     return Conversion(zoo_scheme(config), target, units(config)).leaves(leaves)
 

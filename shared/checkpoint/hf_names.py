@@ -276,6 +276,7 @@ def tensors(config: DecoderConfig, fused: Callable[[str], bool]) -> list[Tensor]
         for each layer.
     """
     names = family(config)
+    config = config.replace(vocab_padding=0)
     shapes: dict[int | None, dict[str, Shape]] = {}
     for unit, shape in units(config).items():
         shapes.setdefault(unit.layer, {})[unit.leaf] = shape
@@ -290,8 +291,8 @@ def tensors(config: DecoderConfig, fused: Callable[[str], bool]) -> list[Tensor]
     return found
 
 
-def scheme(tensors: Iterable[Tensor]) -> Scheme:
-    """Where these tensors have each unit."""
+def scheme(config: DecoderConfig, tensors: Iterable[Tensor]) -> Scheme:
+    """Where these tensors, of a checkpoint of `config`, have each unit."""
     spots: dict[Unit, list[Spot]] = {}
     shapes = {}
     for tensor in tensors:
@@ -299,7 +300,7 @@ def scheme(tensors: Iterable[Tensor]) -> Scheme:
         for leaf, part in zip(tensor.row.leaves, tensor.parts, strict=True):
             spot = Spot(tensor.name, part, tensor.row.layout, tensor.expert)
             spots.setdefault(Unit(leaf, tensor.layer), []).append(spot)
-    return Scheme(shapes, spots)
+    return Scheme(shapes, spots, units(config.replace(vocab_padding=0)))
 
 
 def _fitting(rows: list[Row], leaf_shapes: Mapping[str, Shape]) -> list[Row]:
@@ -319,7 +320,7 @@ def _expand(
 ) -> list[Tensor]:
     found = []
     for row in rows:
-        shape, parts = _join(row.part_shapes(leaf_shapes))
+        shape, parts = join(row.part_shapes(leaf_shapes))
         experts: list[int | None] = [None]
         if "{expert}" in row.tensor:
             experts = [*range(leaf_shapes[row.leaves[0]][0])]
@@ -329,7 +330,7 @@ def _expand(
     return found
 
 
-def _join(shapes: list[Shape]) -> tuple[Shape, tuple[Any, ...]]:
+def join(shapes: list[Shape]) -> tuple[Shape, tuple[Any, ...]]:
     """Shape of arrays of `shapes` one after the other, and the index of each."""
     if len(shapes) == 1:
         return shapes[0], ((),)

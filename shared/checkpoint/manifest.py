@@ -20,7 +20,7 @@ from shared.stores.folders import read_json, write_json
 
 FILE = "manifest.json"
 VERSION = 1
-LAYOUT = ("scan_layers", "scan_period", "param_scan_axis")
+LAYOUT = ("scan_layers", "scan_period", "param_scan_axis", "vocab_padding")
 
 
 class LeafRecord(NamedTuple):

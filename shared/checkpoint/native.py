@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -130,6 +131,8 @@ def write_checkpoint(
     *,
     empty: Mapping[Path, str] | None = None,
     fingerprint: Mapping[str, Any] | None = None,
+    item: str = "",
+    files: Sequence[pathlib.Path] = (),
     progress: Progress | None = None,
 ) -> Manifest:
     """Writes leaves one after the other, reads them back, and then shows the folder.
@@ -144,6 +147,8 @@ def write_checkpoint(
       empty: nodes without leaves, as in `Store.empty`.
       fingerprint: of all that the result depends on, as JSON; None: a killed run is
         not gone on with.
+      item: folder of the tree in `folder`, as orbax's checkpoints of items have it.
+      files: copied beside it.
       progress: told of bytes as they are written, and again as they are read back.
 
     Raises:
@@ -154,18 +159,22 @@ def write_checkpoint(
     target = pathlib.Path(folder).absolute()
     with new_folder(target, resume=fingerprint is not None) as partial:
         journal = _Journal.open(partial, fingerprint)
+        tree = partial / item
+        tree.mkdir(exist_ok=True)
         for path, leaf in leaves.items():
             if path_text(path) in journal.records:
                 continue
-            sha256 = write_array(partial, path, leaf, progress)
+            sha256 = write_array(tree, path, leaf, progress)
             journal.add(path_text(path), record(leaf, sha256))
-        write_tree_file(partial, leaves, empty or {})
+        write_tree_file(tree, leaves, empty or {})
         records = {path_text(path): journal.records[path_text(path)] for path in leaves}
         manifest = describe(records)
         write_manifest(partial, manifest)
         written = open_store(partial, partial=True)
         check_digests(written, manifest, progress)
-        for file in partial.iterdir():
+        for file in files:
+            shutil.copyfile(file, partial / file.name)
+        for file in (*partial.iterdir(), *tree.iterdir()):
             if file.is_file():
                 sync(file)
         (partial / _JOURNAL).unlink()

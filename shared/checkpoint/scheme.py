@@ -17,7 +17,7 @@ import numpy as np
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder, decoder_layer
 from shared.stores import CheckpointError, Leaf
-from shared.stores.store import Index, Piece
+from shared.stores.store import Index, Piece, constant
 from shared.stores.views import (
     assembled,
     cast,
@@ -105,10 +105,13 @@ class Scheme:
     Attributes:
       shapes: of all tensors, in the order in which they are written.
       spots: of each unit, one, or one for each of its experts in order.
+      sizes: shapes of the units, where they are not those of the config: a format has
+        no rows for the padding of a vocabulary.
     """
 
     shapes: Mapping[str, Shape]
     spots: Mapping[Unit, Sequence[Spot]]
+    sizes: Mapping[Unit, Shape] | None = None
 
     def contents(self) -> dict[str, list[tuple[Unit, Spot]]]:
         """What each tensor holds."""
@@ -163,7 +166,8 @@ class Conversion:
     """
 
     def __init__(self, source: Scheme, target: Scheme, sizes: Mapping[Unit, Shape]):
-        self._source, self._target, self._sizes = source, target, sizes
+        self._source, self._target = source, target
+        self._have, self._want = source.sizes or sizes, target.sizes or sizes
         self._contents = target.contents()
 
     def behind(self, name: str) -> list[str]:
@@ -224,13 +228,15 @@ class Conversion:
     ) -> Iterator[Piece]:
         for unit, spot in self._contents[name]:
             leaf = cast(self._unit(unit, spot.expert, tensors), dtype)
+            if self._have[unit] != self._want[unit]:
+                leaf = _fitted(leaf, self._want[unit])
             yield Piece(spot.at, spot.layout.to_tensor(leaf))
 
     def _unit(
         self, unit: Unit, expert: int | None, tensors: Mapping[str, Leaf]
     ) -> Leaf:
         """A unit, or one expert of it, as the zoo orients it."""
-        spots, shape = self._source.spots[unit], self._sizes[unit]
+        spots, shape = self._source.spots[unit], self._have[unit]
         if spots[0].expert is None:
             whole = _at(spots[0], tensors, shape)
             return whole if expert is None else part_of(whole, (expert,))
@@ -239,6 +245,20 @@ class Conversion:
         dtype = tensors[spots[0].tensor].dtype
         pieces = functools.partial(_experts, spots, tensors, shape[1:])
         return assembled(shape, dtype, pieces)
+
+
+def _fitted(leaf: Leaf, shape: Shape) -> Leaf:
+    """The leaf with its end cut off, or zeros behind it, in each axis."""
+    common = tuple(map(min, leaf.shape, shape))
+    kept = part_of(leaf, tuple(slice(0, n) for n in common))
+    pieces = [Piece(tuple(slice(0, n) for n in common), kept)]
+    for axis, (have, want) in enumerate(zip(common, shape, strict=True)):
+        if have < want:
+            more = (*common[:axis], want - have, *shape[axis + 1 :])
+            at = (*(slice(0, n) for n in common[:axis]), slice(have, want))
+            zeros = constant(np.broadcast_to(np.zeros((), leaf.dtype), more))
+            pieces.append(Piece(at, zeros))
+    return assembled(shape, leaf.dtype, lambda: pieces)
 
 
 def _at(spot: Spot, tensors: Mapping[str, Leaf], shape: Shape) -> Leaf:

@@ -28,6 +28,7 @@ from shared.params import (
     layer_key,
     map_specs,
     normal,
+    padded,
     shapes,
 )
 from shared.plan import insert, run_path, stack_sizes
@@ -72,15 +73,20 @@ class DecoderOutput(NamedTuple):
 def outer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
     """The parameters outside the layers: embedding, final norm, head unless tied."""
     c, dense = config, normal(config.initializer_range)
+    rows = c.vocab_size + c.vocab_padding
     specs = {
         "embed_tokens": ParamSpec(
-            (c.vocab_size, c.hidden_size), ("vocab", "embed"), dense
+            (rows, c.hidden_size),
+            ("vocab", "embed"),
+            padded(dense, 0, c.vocab_padding),
         ),
         "norm": ParamSpec((c.hidden_size,), ("embed",), constant(0.0)),
     }
     if not c.tie_word_embeddings:
         specs["lm_head"] = ParamSpec(
-            (c.hidden_size, c.vocab_size), ("embed", "vocab"), dense
+            (c.hidden_size, rows),
+            ("embed", "vocab"),
+            padded(dense, 1, c.vocab_padding),
         )
     return specs
 
@@ -175,9 +181,12 @@ def embed(
     """The tokens' rows of the embedding, in the dtype of activations; 0 at padding.
 
     A token id outside the vocabulary gives NaN, not somebody else's row: negative ones
-    are moved out of reach of Python's counting from the end.
+    are moved out of reach of Python's counting from the end, as are those of padding.
     """
-    ids = jnp.where(tokens < 0, config.vocab_size, tokens)
+    outside = tokens < 0
+    if config.vocab_padding:
+        outside |= tokens >= config.vocab_size
+    ids = jnp.where(outside, config.vocab_size + config.vocab_padding, tokens)
     rows = jnp.take(weights["embed_tokens"], ids, axis=0, mode="fill")
     real = (context.segment_ids > 0)[..., None]
     return jnp.where(real, rows, jnp.zeros_like(rows)).astype(config.dtype)
@@ -223,8 +232,14 @@ def head(
     x = zero_centered_rms_norm(x, weights["norm"], config.norm_eps)
     wide = np.promote_types(x.dtype, np.float32)
     if not config.tie_word_embeddings:
-        return x, matmul(x, weights["lm_head"].astype(x.dtype), wide)
-    weight = weights["embed_tokens"].astype(x.dtype)
+        weight = weights["lm_head"]
+        if config.vocab_padding:
+            weight = weight[:, : config.vocab_size]
+        return x, matmul(x, weight.astype(x.dtype), wide)
+    weight = weights["embed_tokens"]
+    if config.vocab_padding:
+        weight = weight[: config.vocab_size]
+    weight = weight.astype(x.dtype)
     logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
     return x, logits
 

@@ -9,23 +9,20 @@ from __future__ import annotations
 
 import base64
 import collections
-import concurrent.futures
 import hashlib
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import tensorstore
 
-from shared.stores.reading import reading
+from shared.stores.reading import read_ahead, reading
 from shared.stores.store import (
     CheckpointError,
     Leaf,
-    Part,
     Path,
-    Read,
     blocks,
     part_shape,
     path_text,
@@ -61,9 +58,9 @@ def write_array(
     array = _create(folder / array_name(path), leaf, part_shape(parts[0]))
     pending: collections.deque[Any] = collections.deque()
     with reading(leaf, path_text(path)) as read:
-        for part, data in _read_ahead(read, parts):
+        for part, data in zip(parts, read_ahead(read, leaf, CHUNK_BYTES), strict=True):
             found.update(data.reshape(-1).view(np.uint8).data)
-            pending.append(array[part].write(data))
+            pending.append(_write(array[part], data))
             while len(pending) >= _PENDING:
                 pending.popleft().result()
             if progress is not None:
@@ -73,21 +70,35 @@ def write_array(
     return found.hexdigest()
 
 
-def _read_ahead(read: Read, parts: Iterable[Part]) -> Iterator[tuple[Part, np.ndarray]]:
-    """Parts and what they hold; the next one is read while one is worked on."""
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        ahead: collections.deque[Any] = collections.deque()
-        for part in parts:
-            ahead.append((part, thread.submit(_contiguous, read, part)))
-            if len(ahead) > 1:
-                done, future = ahead.popleft()
-                yield done, future.result()
-        for done, future in ahead:
-            yield done, future.result()
+def write_pieces(
+    folder: pathlib.Path, path: Path, leaf: Leaf, shard: tuple[int, ...]
+) -> None:
+    """Writes the pieces of a leaf that this process has; others write theirs.
+
+    Args:
+      folder: of the tree.
+      path: of the leaf.
+      leaf: of which `pieces` gives some, shards or whole multiples of shards.
+      shard: sizes of one. Chunks are cut so that no two processes write the same one.
+    """
+    limit = max(1, CHUNK_BYTES // leaf.dtype.itemsize)
+    rows = part_shape(next(iter(blocks(shard, limit))))
+    chunk = tuple(map(_divisor, shard, rows))
+    array = _create(folder / array_name(path), leaf, chunk, new=False)
+    for piece in leaf.pieces() if leaf.pieces is not None else ():
+        with piece.leaf.open() as read:
+            data = read(tuple(slice(0, n) for n in piece.leaf.shape))
+        _write(array[piece.at], data).result()
 
 
-def _contiguous(read: Read, part: Part) -> np.ndarray:
-    return np.asarray(read(part), order="C")
+def _divisor(size: int, most: int) -> int:
+    """The largest divisor of a size that is at most so large."""
+    return next(n for n in range(max(1, most), 0, -1) if size % n == 0)
+
+
+def _write(array: Any, data: np.ndarray) -> Any:
+    """Starts to write; nobody changes the data, so that no copy is made of it."""
+    return array.write(data, can_reference_source_data_indefinitely=True)
 
 
 def _digest_text(leaf: Leaf) -> str:
@@ -96,7 +107,9 @@ def _digest_text(leaf: Leaf) -> str:
     return hashlib.sha256(data.tobytes()).hexdigest()
 
 
-def _create(folder: pathlib.Path, leaf: Leaf, chunk: tuple[int, ...]) -> Any:
+def _create(
+    folder: pathlib.Path, leaf: Leaf, chunk: tuple[int, ...], *, new: bool = True
+) -> Any:
     spec = {
         "driver": "zarr",
         "kvstore": {"driver": "file", "path": f"{folder}/"},
@@ -108,7 +121,8 @@ def _create(folder: pathlib.Path, leaf: Leaf, chunk: tuple[int, ...]) -> Any:
         "dtype": leaf.dtype.name,
         "store_data_equal_to_fill_value": True,
     }
-    return tensorstore.open(spec, create=True, delete_existing=True).result()
+    how = {"delete_existing": True} if new else {"open": True}
+    return tensorstore.open(spec, create=True, **how).result()
 
 
 def array_name(path: Path) -> str:

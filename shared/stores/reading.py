@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import functools
 import hashlib
@@ -54,6 +55,33 @@ def _named(name: str) -> Iterator[None]:
         raise CheckpointError(
             f"{name} cannot be read ({error}): fetch or write it again."
         ) from error
+
+
+def read_ahead(read: Read, leaf: Leaf, limit: int) -> Iterator[np.ndarray]:
+    """What is in each of the leaf's blocks; the next is read while one is worked on.
+
+    Args:
+      read: of the opened leaf.
+      leaf: to know shape and dtype.
+      limit: bytes of a block; two are in memory.
+    """
+    parts = blocks(leaf.shape, max(1, limit // leaf.dtype.itemsize))
+    if leaf.nbytes <= limit:
+        for part in parts:
+            yield _in_order(read, part)
+        return
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        ahead = thread.submit(_in_order, read, next(parts))
+        for part in parts:
+            array = ahead.result()
+            ahead = thread.submit(_in_order, read, part)
+            yield array
+            del array
+        yield ahead.result()
+
+
+def _in_order(read: Read, part: Part) -> np.ndarray:
+    return np.asarray(read(part), order="C")
 
 
 def read_whole(leaf: Leaf, name: str) -> np.ndarray:

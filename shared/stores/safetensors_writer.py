@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pathlib
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from shared.stores.folders import write_json
-from shared.stores.reading import reading
+from shared.stores.reading import read_ahead, reading
 from shared.stores.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
-from shared.stores.store import Leaf, blocks
+from shared.stores.store import Leaf
 
-BLOCK_BYTES = 64 * 2**20  # of a tensor that are in memory at once
+BLOCK_BYTES = 32 * 2**20  # of a tensor that are in memory at once
 Progress = Callable[[int], Any]
 
 
@@ -25,7 +26,7 @@ def write_folder(
     *,
     max_shard_bytes: int,
     progress: Progress | None = None,
-) -> None:
+) -> dict[str, str]:
     """Writes one file, or shards and their index where one would be too large.
 
     Args:
@@ -33,19 +34,23 @@ def write_folder(
       tensors: all that is to be written, in order.
       max_shard_bytes: data in one file; a larger tensor has a file of its own.
       progress: told of bytes as they are written.
+
+    Returns:
+      The SHA-256 of each tensor's entries (`shared.stores.digest`).
     """
     shards = _split(tensors, max_shard_bytes)
     if len(shards) == 1:
-        write_file(folder / SINGLE_FILE, shards[0], progress)
-        return
+        return write_file(folder / SINGLE_FILE, shards[0], progress)
+    digests: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_file(folder / file, shard, progress)
+        digests |= write_file(folder / file, shard, progress)
         weight_map |= dict.fromkeys(shard, file)
     size = sum(leaf.nbytes for leaf in tensors.values())
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_json(folder / INDEX_FILE, index)
+    return digests
 
 
 def _split(tensors: Mapping[str, Leaf], max_shard_bytes: int) -> list[dict[str, Leaf]]:
@@ -62,8 +67,12 @@ def _split(tensors: Mapping[str, Leaf], max_shard_bytes: int) -> list[dict[str, 
 
 def write_file(
     path: pathlib.Path, tensors: Mapping[str, Leaf], progress: Progress | None = None
-) -> None:
-    """Writes one file; it is on the disk when this returns."""
+) -> dict[str, str]:
+    """Writes one file; it is on the disk when this returns.
+
+    Returns:
+      The SHA-256 of each tensor's entries.
+    """
     # The library's own writer needs all tensors of a file at once, and its version
     # 0.8.0 stores the wrong values of an array that is not C-contiguous.
     names = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -83,17 +92,21 @@ def write_file(
     text += b" " * (-len(text) % 8)
     with path.open("wb", buffering=0) as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
-            _write(file, tensors[name], name, progress or (lambda count: None))
+        digests = {
+            name: _write(file, tensors[name], name, progress) for name in ordered
+        }
         os.fsync(file.fileno())
+    return digests
 
 
-def _write(file: Any, leaf: Leaf, name: str, progress: Progress) -> None:
+def _write(file: Any, leaf: Leaf, name: str, progress: Progress | None) -> str:
+    found = hashlib.sha256()
     with reading(leaf, name) as read:
-        for part in blocks(leaf.shape, max(1, BLOCK_BYTES // leaf.dtype.itemsize)):
-            array = np.ascontiguousarray(read(part))
-            assert array.dtype == leaf.dtype, (name, array.dtype)
+        for array in read_ahead(read, leaf, BLOCK_BYTES):
             rest = array.reshape(-1).view(np.uint8).data
+            found.update(rest)
             while rest:
                 rest = rest[file.write(rest) :]
-            progress(array.nbytes)
+            if progress is not None:
+                progress(array.nbytes)
+    return found.hexdigest()

@@ -25,18 +25,24 @@ from shared.stores.store import (
 
 def from_tree(tree: Any, name: str = "tree") -> Store:
     """A store of any pytree: Linen variables, boxed or not, `nnx.State`, dicts."""
-    found = [
-        (tuple(part for key in keys for part in _key(key)), value)
-        for keys, value in jax.tree_util.tree_flatten_with_path(
-            tree, is_leaf=_is_empty
-        )[0]
-    ]
-    empty = {path: _kind(value) for path, value in found if _is_empty(value)}
-    leaves = _leaves([(path, value) for path, value in found if not _is_empty(value)])
+    found, _ = named_nodes(tree)
+    empty = {path: _kind(value) for path, value in found if is_empty(value)}
+    leaves = _leaves([(path, value) for path, value in found if not is_empty(value)])
     return collect(Store(name, "tree", {}, boxes=True, empty=empty), leaves)
 
 
-def _is_empty(node: Any) -> bool:
+def named_nodes(tree: Any) -> tuple[list[tuple[Path, Any]], Any]:
+    """Leaves and nodes without leaves, by path, and the structure that has them all."""
+    found, structure = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)
+    named = [
+        (tuple(part for key in keys for part in _key(key)), value)
+        for keys, value in found
+    ]
+    return named, structure
+
+
+def is_empty(node: Any) -> bool:
+    """Whether a node has no leaves: None, optax's EmptyState, an empty dict."""
     children = jax.tree_util.tree_leaves(node, is_leaf=lambda child: child is not node)
     return not children
 

@@ -1,0 +1,310 @@
+"""From a checkpoint of any format to one of another, a few MiB at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from shared.checkpoint import hf_config, hf_names, vllm
+from shared.checkpoint.manifest import LAYOUT, Manifest, check_digests, model_manifest
+from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
+from shared.checkpoint.native import write_checkpoint
+from shared.checkpoint.scheme import Conversion, Scheme, Unit, units, zoo_scheme
+from shared.checkpoint.source import CARRIED, Source
+from shared.config import DecoderConfig
+from shared.layers import decoder, decoder_layer
+from shared.params import ParamSpec
+from shared.stores import CheckpointError, Leaf, Path, digest
+from shared.stores.folders import new_folder, sync, write_json
+from shared.stores.safetensors import Reader
+from shared.stores.safetensors_writer import Progress, write_folder
+from shared.trees import flatten, path_text
+
+TARGETS = ("zoo", "hf", "maxtext", "vllm")
+SHARD_BYTES = 5_000_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What to write.
+
+    Attributes:
+      format: of `TARGETS`.
+      layout: fields of a zoo config (`scan_layers`, `scan_period`, `param_scan_axis`,
+        `vocab_padding`) that are to be other than the source's.
+      maxtext: of a MaxText tree.
+      fused_experts: of Hugging Face: all experts of a layer in one tensor, or a tensor
+        for each; None: as the first source had them, else a tensor for each.
+      hub_style: spelling of config.json: the published one, or that of transformers 5;
+        None: as the first source had it, else that of transformers 5.
+      max_shard_bytes: data in one safetensors file.
+      param_dtype: to which parameters are cast, but for those that stay at least
+        float32; None: nothing is cast.
+      carry: whether tensors that are no part of the decoder come along.
+    """
+
+    format: str
+    layout: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    maxtext: MaxTextLayout = MaxTextLayout("scanned", 1)
+    fused_experts: bool | None = None
+    hub_style: bool | None = None
+    max_shard_bytes: int = SHARD_BYTES
+    param_dtype: str | None = None
+    carry: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a conversion will write.
+
+    Attributes:
+      source: that is read.
+      target: that is asked for.
+      config: of the model as it will be stored.
+      leaves: by path; of safetensors, paths of one name.
+      empty: nodes without leaves.
+      notes: what is left out or changed on the way.
+    """
+
+    source: Source
+    target: Target
+    config: DecoderConfig
+    leaves: Mapping[Path, Leaf]
+    empty: Mapping[Path, str]
+    notes: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all leaves."""
+        return sum(leaf.nbytes for leaf in self.leaves.values())
+
+
+def plan_conversion(source: Source, target: Target) -> Plan:
+    """Finds out what would be written; nothing is read or written yet.
+
+    Raises:
+      CheckpointError: the target cannot hold the model, or only if some is cast.
+      ConfigError: the layers do not fit the layout that is asked for.
+    """
+    changes = dict(target.layout)
+    if target.param_dtype is not None:
+        changes["param_dtype"] = target.param_dtype
+    config = source.config.replace(**changes)
+    scheme = _scheme(config, source, target)
+    have = source.scheme.sizes or units(source.config)
+    conversion = Conversion(
+        dataclasses.replace(source.scheme, sizes=have), scheme, units(config)
+    )
+    dtypes = None if target.param_dtype is None else _dtypes(config, scheme)
+    tensors = conversion.leaves(source.tensors, dtypes)
+    notes: list[str] = []
+    if dtypes is not None:
+        notes += _casts(conversion, source, dtypes)
+    if target.format in ("hf", "vllm"):
+        leaves: dict[Path, Leaf] = {(name,): leaf for name, leaf in tensors.items()}
+        if target.format == "hf":
+            leaves |= _more_tensors(config, source, tensors)
+        if source.alike or source.rest:
+            count = len(source.rest) + len(source.alike) * len(source.tensors)
+            notes.append(
+                f"left out: {count:,} leaves of training state, for which "
+                f"{target.format} has no place"
+            )
+    else:
+        leaves = dict(_tree(source, target, conversion, tensors))
+    if source.carried and target.format in ("hf", "zoo"):
+        total = sum(leaf.nbytes for leaf in source.carried.values())
+        what = f"{len(source.carried):,} tensors of {total:,} bytes that are no part "
+        if target.carry:
+            top = () if target.format == "hf" else (CARRIED,)
+            leaves |= {(*top, name): leaf for name, leaf in source.carried.items()}
+            notes.append(f"carried: {what}of the decoder")
+        else:
+            notes.append(f"left out: {what}of the decoder (--carry keeps them)")
+    return Plan(source, target, config, leaves, source.empty, tuple(notes))
+
+
+def _scheme(config: DecoderConfig, source: Source, target: Target) -> Scheme:
+    if target.format == "zoo":
+        return zoo_scheme(config)
+    if target.format == "maxtext":
+        return maxtext_scheme(config, target.maxtext)
+    if target.format == "vllm":
+        return vllm.vllm_scheme(config)
+    if target.format == "hf":
+        fused = target.fused_experts
+        if fused is None:
+            fused = bool(source.origin.get("fused_experts", False))
+        return hf_names.scheme(config, hf_names.tensors(config, lambda name: fused))
+    raise CheckpointError(
+        f"There is no format {target.format}. There are {', '.join(TARGETS)}."
+    )
+
+
+def _dtypes(config: DecoderConfig, scheme: Scheme) -> dict[str, np.dtype]:
+    """The dtype of each tensor of a model whose parameters are `config.param_dtype`."""
+    specs: dict[Unit, ParamSpec] = {
+        Unit(path_text(path), None): spec
+        for path, spec in flatten(decoder.outer_specs(config))
+    }
+    for layer, kind in enumerate(config.layers):
+        for path, spec in flatten(decoder_layer.param_specs(config, kind)):
+            specs[Unit(path_text(path), layer)] = spec
+    return {
+        name: np.dtype(specs[content[0][0]].dtype(config.param_dtype))
+        for name, content in scheme.contents().items()
+    }
+
+
+def _casts(
+    conversion: Conversion, source: Source, dtypes: Mapping[str, np.dtype]
+) -> Iterator[str]:
+    counts: dict[tuple[str, str], int] = {}
+    for name, dtype in dtypes.items():
+        for behind in conversion.behind(name):
+            have = source.tensors[behind].dtype
+            if have != dtype:
+                key = str(have), str(dtype)
+                counts[key] = counts.get(key, 0) + 1
+    for (old, new), count in counts.items():
+        yield f"cast: {count:,} tensors from {old} to {new}, so not the same bytes"
+
+
+def _more_tensors(
+    config: DecoderConfig, source: Source, tensors: Mapping[str, Leaf]
+) -> dict[Path, Leaf]:
+    """The head of a tied model, where the first source had a copy of it."""
+    names = hf_names.family(config)
+    if not (config.tie_word_embeddings and source.origin.get("tied_copy")):
+        return {}
+    return {(names.head,): tensors[names.embedding]}
+
+
+def _tree(
+    source: Source, target: Target, conversion: Conversion, tensors: Mapping[str, Leaf]
+) -> Iterator[tuple[Path, Leaf]]:
+    """A tree with the parameters, what is like them, and the rest."""
+    more = ("params",) if target.format == "maxtext" else ()
+    for name, leaf in tensors.items():
+        yield ("params", *more, *name.split("/")), leaf
+    for top, tree in source.alike.items():
+        for name, leaf in conversion.leaves(tree).items():
+            yield (*top, *more, *name.split("/")), leaf
+    yield from source.rest.items()
+
+
+def convert(
+    plan: Plan, folder: str | os.PathLike[str], progress: Progress | None = None
+) -> dict[str, str]:
+    """Writes what was planned, and reads it back.
+
+    The folder appears when it is complete and equal to what was to be written. A source
+    with a manifest is compared with it first.
+
+    Args:
+      plan: from `plan_conversion`.
+      folder: new or empty.
+      progress: told of bytes as they are written, and again as they are read back.
+
+    Returns:
+      The SHA-256 of each leaf that was written.
+
+    Raises:
+      CheckpointError: the source is damaged, the folder is not empty, or what was read
+        back is not what was written.
+    """
+    source = plan.source
+    if source.manifest is not None and source.store is not None:
+        check_digests(source.store, source.manifest)
+    if plan.target.format in ("hf", "vllm"):
+        return _write_safetensors(plan, pathlib.Path(folder), progress)
+    manifest = write_checkpoint(
+        folder,
+        plan.leaves,
+        lambda records: _manifest(plan, records),
+        empty=plan.empty,
+        fingerprint=_fingerprint(plan),
+        item="items" if plan.target.format == "maxtext" else "",
+        files=source.files if plan.target.format == "zoo" else (),
+        progress=progress,
+    )
+    return {path: leaf.sha256 for path, leaf in manifest.leaves.items()}
+
+
+def _manifest(plan: Plan, records: Mapping[str, Any]) -> Manifest:
+    origin = plan.source.origin or {"format": plan.source.format}
+    fields = {"source": str(pathlib.Path(plan.source.path).name), "origin": origin}
+    if plan.target.format == "maxtext":
+        layout = {"vocab_padding": plan.config.vocab_padding}
+        manifest = model_manifest(plan.config, records, **fields)
+        return dataclasses.replace(manifest, tree="maxtext", layout=layout)
+    return model_manifest(plan.config, records, **fields)
+
+
+def _fingerprint(plan: Plan) -> dict[str, Any]:
+    """Of all that the result depends on: the source's files, and what is asked for."""
+    root = pathlib.Path(plan.source.path)
+    paths = sorted(root.rglob("*")) if root.is_dir() else [root]
+    stats = [(path, path.stat()) for path in paths if path.is_file()]
+    return {
+        "files": [[str(p), stat.st_size, stat.st_mtime_ns] for p, stat in stats],
+        "format": plan.target.format,
+        "config": repr(plan.config),
+        "leaves": [
+            [path_text(tuple(map(str, path))), list(leaf.shape), leaf.type_name]
+            for path, leaf in plan.leaves.items()
+        ],
+    }
+
+
+def _write_safetensors(
+    plan: Plan, folder: pathlib.Path, progress: Progress | None
+) -> dict[str, str]:
+    tensors = {path[0]: leaf for path, leaf in plan.leaves.items()}
+    with new_folder(folder.absolute()) as partial:
+        write_json(partial / "config.json", _config_json(plan))
+        digests = write_folder(
+            partial,
+            {str(name): leaf for name, leaf in tensors.items()},
+            max_shard_bytes=plan.target.max_shard_bytes,
+            progress=progress,
+        )
+        reader = Reader(partial)
+        for name, written in digests.items():
+            if digest(reader.leaf(name), name, progress) != written:
+                raise CheckpointError(
+                    f"{name} was read back from {partial} with other bytes than were "
+                    "written: check the disk."
+                )
+        for file in plan.source.files:
+            shutil.copyfile(file, partial / file.name)
+        for path in partial.iterdir():
+            sync(path)
+    return digests
+
+
+def _config_json(plan: Plan) -> Mapping[str, Any]:
+    """The first source's config.json where it still says the same, or a new one."""
+    first, style = plan.source.origin.get("config"), plan.target.hub_style
+    if first is not None:
+        own = hf_config.from_hf(first)
+        published = "rope_parameters" not in first
+        plain = {name: getattr(own, name) for name in LAYOUT}
+        if style in (None, published) and own == _comparable(plan.config, own, plain):
+            return first
+        style = published if style is None else style
+    return hf_config.to_hf(plan.config, hub_style=bool(style))
+
+
+def _comparable(
+    config: DecoderConfig, own: DecoderConfig, layout: Mapping[str, Any]
+) -> DecoderConfig:
+    """The config but for what config.json has no place for."""
+    again = hf_config.from_hf(hf_config.to_hf(config))
+    return dataclasses.replace(again, **layout)

@@ -1,0 +1,183 @@
+"""Host copies of a training state, and their way to the disk while training goes on."""
+
+from __future__ import annotations
+
+import functools
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from shared.checkpoint.manifest import (
+    LeafRecord,
+    Manifest,
+    record,
+    write_manifest,
+)
+from shared.stores import CheckpointError, Leaf, Path, path_text
+from shared.stores.folders import sync
+from shared.stores.orbax_writer import (
+    check_names,
+    write_array,
+    write_pieces,
+    write_tree_file,
+)
+from shared.stores.store import Index, Piece
+from shared.stores.tree import array_leaf, is_empty, key_kind, named_nodes
+from shared.stores.views import assembled
+
+SPREAD = "spread over processes: none of them has all of it"
+
+
+class Copy(NamedTuple):
+    """What this process writes of a leaf, in memory of its own.
+
+    Attributes:
+      shape: of the whole leaf.
+      dtype: of the entries.
+      kind: what the entries stand for (`Leaf.kind`).
+      pieces: index and entries of each piece; none if others have them all.
+      shard: sizes of a shard, of a leaf that several processes write; else None.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    kind: str
+    pieces: tuple[tuple[Index, np.ndarray], ...]
+    shard: tuple[int, ...] | None = None
+
+    def leaf(self) -> Leaf:
+        """The copy, to be read."""
+        if len(self.pieces) == 1 and self.shard is None:
+            ((_, array),) = self.pieces
+            return array_leaf(array)._replace(kind=self.kind)
+        pieces = [Piece(at, array_leaf(array)) for at, array in self.pieces]
+        leaf = assembled(self.shape, self.dtype, lambda: pieces)
+        return leaf._replace(kind=self.kind)
+
+    def outline(self) -> Leaf:
+        """What there is to know of the leaf without its entries."""
+        return Leaf(self.shape, self.dtype, _gone, self.kind)
+
+
+class Snapshot(NamedTuple):
+    """A state as it was; the copies are let go one by one as they are written."""
+
+    copies: dict[Path, Copy]
+    empty: dict[Path, str]
+
+
+def take(state: Any) -> Snapshot:
+    """Copies a state to memory of the host.
+
+    Of arrays on other devices all transfers are started before the first is waited for.
+
+    Raises:
+      CheckpointError: lists what is no array, and names that orbax cannot tell apart.
+    """
+    nodes, _ = named_nodes(state)
+    empty = {path: type(node).__name__ for path, node in nodes if is_empty(node)}
+    arrays = {path: _as_array(node) for path, node in nodes if path not in empty}
+    problems = [
+        f"{path_text(path)} is {array!r:.60}, no array: leave it out"
+        for path, (array, _) in arrays.items()
+        if np.dtype(array.dtype).kind not in _NUMBERS
+    ]
+    if problems:
+        raise CheckpointError("Only arrays can be saved.", problems)
+    check_names(arrays)
+    for array, _ in arrays.values():
+        for shard in _own_shards(array):
+            shard.data.copy_to_host_async()
+    copies = {path: _copy(array, kind) for path, (array, kind) in arrays.items()}
+    return Snapshot(copies, empty)
+
+
+_NUMBERS = "biufcV"  # V: dtypes that NumPy lacks, such as bfloat16
+
+
+def write(
+    folder: pathlib.Path,
+    snapshot: Snapshot,
+    describe: Callable[[Mapping[str, LeafRecord]], Manifest],
+) -> None:
+    """Writes a snapshot as a tree with its manifest; all of it is on the disk then.
+
+    Args:
+      folder: that all processes write into.
+      snapshot: is empty afterwards.
+      describe: gives the manifest when the digests are known.
+    """
+    primary = jax.process_index() == 0
+    records: dict[str, LeafRecord] = {}
+    outlines: dict[Path, Leaf] = {}
+    for path in list(snapshot.copies):
+        copy = snapshot.copies.pop(path)
+        outlines[path] = copy.outline()
+        if copy.shard is not None:
+            write_pieces(folder, path, copy.leaf(), copy.shard)
+            known = record(outlines[path], None, SPREAD)
+        elif primary:
+            known = record(outlines[path], write_array(folder, path, copy.leaf()))
+        else:
+            continue
+        records[path_text(path)] = known
+    if not primary:
+        return
+    write_manifest(folder, describe(records))
+    write_tree_file(folder, outlines, snapshot.empty)
+    for file in folder.rglob("*"):
+        if file.is_dir() or file.parent == folder:
+            sync(file)
+    sync(folder)
+
+
+def _as_array(node: Any) -> tuple[np.ndarray | jax.Array, str]:
+    """The array that a leaf is, and what its entries stand for."""
+    if not isinstance(node, jax.Array):
+        return np.asarray(node), ""
+    if jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(node), key_kind(str(jax.random.key_impl(node)))
+    return node, ""
+
+
+def _copy(array: np.ndarray | jax.Array, kind: str) -> Copy:
+    shape, dtype = array.shape, np.dtype(array.dtype)
+    make = functools.partial(Copy, shape, dtype, kind)
+    if not isinstance(array, jax.Array):
+        whole = tuple(slice(0, n) for n in shape)
+        return make(((whole, np.array(array, order="C")),))
+    pieces = tuple((shard.index, _on_host(shard.data)) for shard in _own_shards(array))
+    return make(pieces, _shard_shape(array))
+
+
+def _own_shards(array: np.ndarray | jax.Array) -> list[Any]:
+    """The shards that are this process's to write."""
+    if not isinstance(array, jax.Array):
+        return []
+    return [shard for shard in array.addressable_shards if shard.replica_id == 0]
+
+
+def _shard_shape(array: jax.Array) -> tuple[int, ...] | None:
+    """Sizes of a shard of an array that several processes write."""
+    if array.is_fully_addressable:
+        return None
+    first = [shard for shard in array.global_shards if shard.replica_id == 0]
+    if {shard.device.process_index for shard in first} == {0}:
+        return None
+    return array.sharding.shard_shape(array.shape)
+
+
+def _on_host(array: jax.Array) -> np.ndarray:
+    """An array on one device, in memory that nothing else has."""
+    host = np.asarray(array)
+    (device,) = array.devices()
+    moved = device.platform != "cpu" and array.sharding.memory_kind == "device"
+    return host if moved else np.array(host, order="C")
+
+
+def _gone() -> Any:
+    raise CheckpointError("The entries of this leaf are not in memory.")

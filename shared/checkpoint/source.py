@@ -1,0 +1,348 @@
+"""A checkpoint of any format, opened: its config, its parameters, and what else it has.
+
+Nothing but headers is read, and everything that can be checked without reading the
+entries is checked here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shared.checkpoint import hf_checks, hf_config, hf_names, maxtext, zoo_layouts
+from shared.checkpoint.manifest import Manifest, check_leaves, find_manifest
+from shared.checkpoint.scheme import Scheme, Shape, zoo_scheme
+from shared.config import DecoderConfig
+from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
+from shared.stores.folders import read_json
+from shared.stores.safetensors import Reader
+
+FORMATS = ("zoo", "hf", "maxtext")
+CARRIED = "carried"  # what a decoder has no use for stands below it in our checkpoints
+
+# What lies beside the weights of a Hugging Face model and belongs to it.
+_FILES = (
+    "tokenizer*",
+    "vocab.*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "generation_config.json",
+    "chat_template*",
+    "*preprocessor_config.json",
+    "processor_config.json",
+    "*.model",
+    "LICENSE*",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A checkpoint that can be converted.
+
+    Attributes:
+      path: of the checkpoint.
+      format: of `FORMATS`.
+      config: of the model, in the layout of the checkpoint where it is the zoo's.
+      scheme: where each parameter is.
+      tensors: the parameters, by the names of the scheme.
+      alike: trees like that of the parameters (optimizer moments), by their paths.
+      rest: other leaves: counts, the step, RNG state.
+      empty: nodes without leaves.
+      carried: tensors of a Hugging Face checkpoint that are no part of the decoder.
+      files: what lies beside the weights and belongs to the model.
+      origin: how the first source was written, so that it can be written so again.
+      manifest: of a checkpoint of ours.
+      store: of a checkpoint of ours.
+      notes: what was chosen on opening.
+    """
+
+    path: str
+    format: str
+    config: DecoderConfig
+    scheme: Scheme
+    tensors: Mapping[str, Leaf]
+    alike: Mapping[Path, Mapping[str, Leaf]] = dataclasses.field(default_factory=dict)
+    rest: Mapping[Path, Leaf] = dataclasses.field(default_factory=dict)
+    empty: Mapping[Path, str] = dataclasses.field(default_factory=dict)
+    carried: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+    files: tuple[pathlib.Path, ...] = ()
+    origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    manifest: Manifest | None = None
+    store: Store | None = None
+    notes: tuple[str, ...] = ()
+
+
+def open_source(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    config: DecoderConfig | None = None,
+    step: int | None = None,
+    vocab_padding: int = 0,
+    **layout: Any,
+) -> Source:
+    """Opens a checkpoint of any format.
+
+    Args:
+      path: a folder or a file.
+      format: of `FORMATS`; None: found from what is there.
+      config: of the model, for a checkpoint that does not say it.
+      step: of a checkpoint manager's folder; None: the latest.
+      vocab_padding: rows behind the vocabulary, for a checkpoint without a manifest.
+      **layout: `scan_layers`, `scan_period` or `param_scan_axis` of the source; None
+        where unknown.
+
+    Raises:
+      CheckpointError: there is nothing that we know; it is damaged or incomplete; or
+        what is given contradicts it.
+    """
+    folder = pathlib.Path(path)
+    if not folder.exists():
+        raise CheckpointError(f"There is no {path}. Give a checkpoint.")
+    given = {name: value for name, value in layout.items() if value is not None}
+    found = _detect_format(folder)
+    if format is not None and found not in (None, format):
+        raise CheckpointError(
+            f"{path} is said to be {format}, but it is {found}: leave --from out."
+        )
+    if (format or found) == "hf":
+        if config is not None:
+            raise CheckpointError(
+                f"{path} has a config.json: another config cannot be given."
+            )
+        return _open_hf(folder)
+    store = open_store(folder, step)
+    manifest = find_manifest(pathlib.Path(store.path))
+    if manifest is None:
+        manifest = find_manifest(folder)
+    if manifest is not None and manifest.tree == "zoo":
+        return _open_ours(folder, store, manifest, config, given)
+    if manifest is not None and manifest.tree == "maxtext":
+        source = _open_maxtext(store, manifest.decoder_config(), given)
+        return dataclasses.replace(source, manifest=manifest, store=store)
+    if config is None:
+        raise CheckpointError(
+            f"{path} does not say which model it is of: give its config (--config, a "
+            "preset or a folder with config.json)."
+        )
+    config = config.replace(vocab_padding=vocab_padding)
+    if (format or found or _tree_format(store)) == "maxtext":
+        return _open_maxtext(store, config, given)
+    return _open_tree(store, config, given)
+
+
+def _detect_format(folder: pathlib.Path) -> str | None:
+    """What a folder's files say; None: the tree has to be looked at."""
+    if not folder.is_dir():
+        return None
+    if find_manifest(folder) is not None:
+        return None
+    if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
+        return "hf"
+    return None
+
+
+def _tree_format(store: Store) -> str:
+    texts = map(path_text, store.leaves)
+    is_maxtext = any(text.endswith("token_embedder/embedding") for text in texts)
+    return "maxtext" if is_maxtext else "zoo"
+
+
+def _open_hf(folder: pathlib.Path) -> Source:
+    data = read_json(folder / "config.json")
+    config = hf_config.from_hf(folder)
+    names = hf_names.family(config)
+    reader = Reader(folder)
+    wanted = hf_names.tensors(config, reader.tensors.__contains__)
+    hf_checks.check_names(reader, config, wanted)
+    tied_copy = config.tie_word_embeddings and names.head in reader.tensors
+    if tied_copy:
+        hf_checks.check_tied(reader, names.head, names.embedding)
+    carried = [name for name in reader.tensors if names.ignores(name)]
+    fused = any(row.name(0) in reader.tensors for row in names.fused_experts)
+    fused = fused or any(tensor.row in names.fused_experts for tensor in wanted)
+    origin = {
+        "format": "hf",
+        "config": data,
+        "fused_experts": fused,
+        "tied_copy": tied_copy,
+    }
+    files = sorted({file for name in _FILES for file in folder.glob(name)})
+    return Source(
+        path=str(folder),
+        format="hf",
+        config=config,
+        scheme=hf_names.scheme(config, wanted),
+        tensors={tensor.name: reader.leaf(tensor.name) for tensor in wanted},
+        carried={name: reader.leaf(name) for name in carried},
+        files=tuple(file for file in files if file.is_file()),
+        origin=origin,
+        notes=tuple(f"ignored, not in the index: {name}" for name in reader.stray),
+    )
+
+
+def _open_ours(
+    folder: pathlib.Path,
+    store: Store,
+    manifest: Manifest,
+    config: DecoderConfig | None,
+    given: Mapping[str, Any],
+) -> Source:
+    check_leaves(store, manifest)
+    own = manifest.decoder_config()
+    _check_given(folder, own, config, given)
+    source = _split(store, zoo_scheme(own), own, ("params",))
+    names = [path for path in source.rest if path[0] == CARRIED]
+    carried = {".".join(map(str, path[1:])): source.rest[path] for path in names}
+    files = sorted({file for name in _FILES for file in folder.glob(name)})
+    return dataclasses.replace(
+        source,
+        rest={p: leaf for p, leaf in source.rest.items() if p not in names},
+        carried=carried,
+        files=tuple(file for file in files if file.is_file()),
+        origin=manifest.origin,
+        manifest=manifest,
+        store=store,
+    )
+
+
+def _check_given(
+    folder: pathlib.Path,
+    own: DecoderConfig,
+    config: DecoderConfig | None,
+    given: Mapping[str, Any],
+) -> None:
+    problems = [
+        f"{name}={value} is given, and the manifest says {getattr(own, name)}"
+        for name, value in given.items()
+        if getattr(own, name) != value
+    ]
+    if config is not None and hf_config.to_hf(config) != hf_config.to_hf(own):
+        ours, theirs = hf_config.to_hf(own), hf_config.to_hf(config)
+        problems += [
+            f"{name}={theirs.get(name)!r} is given, and the manifest says "
+            f"{ours.get(name)!r}"
+            for name in sorted(ours.keys() | theirs.keys())
+            if ours.get(name) != theirs.get(name)
+        ]
+    if problems:
+        raise CheckpointError(
+            f"What is given contradicts the manifest of {folder}: leave it out.",
+            problems,
+        )
+
+
+def _open_tree(store: Store, config: DecoderConfig, given: Mapping[str, Any]) -> Source:
+    """A tree of the zoo without a manifest, in a layout that its shapes tell."""
+    below = "params" if any(path[0] == "params" for path in store.leaves) else ""
+    params = store.under(below) if below else store
+    shapes = _shapes(params)
+    others = {name for name in shapes if not name.startswith(("layers", "prefix"))}
+    outer = {"embed_tokens", "norm", "lm_head"}
+    if not below:
+        shapes = {name: s for name, s in shapes.items() if name not in others - outer}
+    config, scheme = zoo_layouts.detect(shapes, config, **given)
+    return _split(store, scheme, config, (below,) if below else ())
+
+
+def _open_maxtext(
+    store: Store, config: DecoderConfig, given: Mapping[str, Any]
+) -> Source:
+    params = maxtext.below(store)
+    shapes = _shapes(params)
+    layout = _maxtext_layout(shapes, config, given)
+    scheme = maxtext.maxtext_scheme(config, layout)
+    maxtext.check_tensors(shapes, scheme)
+    prefix = params.path[len(store.path) :].removeprefix(":")
+    above = tuple(part for part in prefix.split("/") if part)
+    source = _split(store, scheme, config, above)
+    note = f"MaxText, {layout.name}"
+    if layout.name != "unscanned":
+        note += f", param_scan_axis={layout.param_scan_axis}"
+    return dataclasses.replace(
+        source,
+        format="maxtext",
+        alike={path[:-1]: tree for path, tree in source.alike.items()},
+        origin={"format": "maxtext", **dataclasses.asdict(layout)},
+        notes=(*source.notes, note),
+    )
+
+
+def _maxtext_layout(
+    shapes: Mapping[str, Shape], config: DecoderConfig, given: Mapping[str, Any]
+) -> maxtext.MaxTextLayout:
+    """The layout that the tree is in, which may not be another than the given one."""
+    name = maxtext.detect_name(shapes)
+    if name != "unscanned" and "param_scan_axis" in given:
+        layout = maxtext.MaxTextLayout(name, given["param_scan_axis"])
+    else:
+        layout = maxtext.detect_layout(shapes, config)
+    if given.get("scan_layers", name != "unscanned") != (name != "unscanned"):
+        raise CheckpointError(
+            f"scan_layers={given['scan_layers']} is given, but the names are of "
+            f"MaxText's layout {name!r}: leave it out."
+        )
+    return layout
+
+
+def _shapes(store: Store) -> dict[str, Shape]:
+    return {path_text(path): leaf.shape for path, leaf in store.leaves.items()}
+
+
+def _split(store: Store, scheme: Scheme, config: DecoderConfig, above: Path) -> Source:
+    """Tells parameters, trees like them, and the rest of a store apart."""
+    if store.refused:
+        raise CheckpointError(
+            f"{len(store.refused)} leaves of {store.path} cannot be read:",
+            [f"{path_text(path)}: {why}" for path, why in store.refused.items()],
+        )
+    trees = dict(_trees(store, scheme))
+    if above not in trees:
+        raise CheckpointError(
+            f"{store.path} has no parameters under {path_text(above)}."
+        )
+    inside = {(*top, *name.split("/")) for top in trees for name in scheme.shapes}
+    return Source(
+        path=store.path,
+        format="zoo",
+        config=config,
+        scheme=scheme,
+        tensors=trees.pop(above),
+        alike=trees,
+        rest={path: leaf for path, leaf in store.leaves.items() if path not in inside},
+        empty=store.empty,
+        notes=store.notes,
+    )
+
+
+def _trees(store: Store, scheme: Scheme) -> Iterator[tuple[Path, dict[str, Leaf]]]:
+    """Every place at which all tensors of the scheme stand, with their shapes."""
+    names = {tuple(name.split("/")): shape for name, shape in scheme.shapes.items()}
+    first = next(iter(names))
+    for path in store.leaves:
+        top = path[: len(path) - len(first)]
+        if path[len(top) :] != first:
+            continue
+        leaves = {name: store.leaves.get((*top, *name)) for name in names}
+        if all(
+            leaf is not None and leaf.shape == names[name]
+            for name, leaf in leaves.items()
+        ):
+            yield top, {"/".join(name): leaf for name, leaf in leaves.items()}  # type: ignore[misc]
+
+
+def describe(source: Source) -> str:
+    """A source as a line."""
+    parts = [f"{len(source.tensors):,} tensors of parameters"]
+    if source.alike:
+        parts.append(f"{len(source.alike)} trees like them")
+    if source.rest:
+        parts.append(f"{len(source.rest)} other leaves")
+    if source.carried:
+        parts.append(f"{len(source.carried):,} tensors that are no part of the decoder")
+    notes = "".join(f"; {note}" for note in source.notes)
+    return f"{source.format}: {', '.join(parts)}{notes}"
