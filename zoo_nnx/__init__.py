@@ -6,6 +6,7 @@ from zoo_nnx.function import DecoderFunction, as_function
 from zoo_nnx.gated_attention import GatedAttention
 from zoo_nnx.gated_delta_net import GatedDeltaNet
 from zoo_nnx.mlp import MLP
+from zoo_nnx.optimizer import load_training_state, training_state
 from zoo_nnx.sparse_moe import Experts, SparseMoE
 from zoo_nnx.state import from_params, to_params
 
@@ -20,5 +21,7 @@ __all__ = [
     "SparseMoE",
     "as_function",
     "from_params",
+    "load_training_state",
     "to_params",
+    "training_state",
 ]

@@ -33,8 +33,8 @@ def training_state(model: nnx.Module, optimizer: nnx.Optimizer) -> dict[str, Any
 
     Returns:
       `params` as nested dicts, `opt_state` as the optimizer's transformation gives it
-      for them, `step` as int32: what a Linen `TrainState` has, to the byte. RNG streams
-      of the model are no part of it: `nnx.to_pure_dict(nnx.state(model, nnx.RngState))`.
+      for them, `step` as int32: what a Linen `TrainState` has, to the byte. The RNG
+      streams of the model are not in it (`nnx.state(model, nnx.RngState)`).
     """
     opt_state = jax.tree.map(
         lambda node: nnx.to_pure_dict(node) if _is_state(node) else node,

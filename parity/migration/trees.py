@@ -19,7 +19,6 @@ from typing import Any
 import jax
 from flax import linen as nn
 from flax import nnx
-from flax.core import meta
 
 from parity.mapping.leaves import (
     Leaf,
@@ -75,6 +74,11 @@ class Tree:
 def unboxed_place(leaf: Leaf) -> Path:
     """Where a leaf stands below its collection in a checkpoint without boxes."""
     return tuple(map(str, leaf.path))
+
+
+def boxed_place(leaf: Leaf) -> Path:
+    """Where a leaf stands below its collection if all of it is in a box."""
+    return (*unboxed_place(leaf), BOX)
 
 
 def name_of(path: Iterable[Any]) -> str:
@@ -228,19 +232,11 @@ def _boxed(leaf: Leaf, nodes: set[tuple[Any, ...]]) -> Path:
     return tuple(map(str, leaf.path))
 
 
-def is_box(node: Any) -> bool:
-    """Whether a node of Linen's variables is a box."""
-    return isinstance(node, meta.AxisMetadata)
-
-
 _QUOTED = re.compile(r"'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\"")
 
 
 def parse_text(text: str) -> tuple[str, tuple[Any, ...]]:
-    """Collection and path of a leaf's text: the inverse of `Leaf.text`.
-
-    A tuple's text, `(kernel,sigma)`, stays a text.
-    """
+    """Collection and path of a leaf's text: the inverse of `Leaf.text`."""
     tokens: list[Any] = []
     rest = text
     while rest:
@@ -250,7 +246,10 @@ def parse_text(text: str) -> tuple[str, tuple[Any, ...]]:
             rest = rest[quoted.end() + 1 :]
             continue
         part, _, rest = rest.partition("/")
-        tokens.append(int(part) if part.isdecimal() else part)
+        if part.startswith("(") and part.endswith(")"):
+            tokens.append(tuple(part[1:-1].split(",")))
+        else:
+            tokens.append(int(part) if part.isdecimal() else part)
     return str(tokens[0]), tuple(tokens[1:])
 
 

@@ -24,11 +24,19 @@ LAYOUT = ("scan_layers", "scan_period", "param_scan_axis", "vocab_padding")
 
 
 class LeafRecord(NamedTuple):
-    """What is known of a leaf; `dtype` says too what the entries stand for."""
+    """What is known of a leaf.
+
+    Attributes:
+      shape: of the whole.
+      dtype: and what the entries stand for.
+      sha256: of the entries (`shared.stores.digest`); "": it was not taken.
+      note: why not.
+    """
 
     shape: tuple[int, ...]
     dtype: str
     sha256: str
+    note: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,9 +98,9 @@ def writer() -> str:
         return "parity-zoo"
 
 
-def record(leaf: Leaf, sha256: str) -> LeafRecord:
+def record(leaf: Leaf, sha256: str, note: str = "") -> LeafRecord:
     """What is known of a leaf with this digest."""
-    return LeafRecord(leaf.shape, leaf.type_name, sha256)
+    return LeafRecord(leaf.shape, leaf.type_name, sha256, note)
 
 
 def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
@@ -106,10 +114,14 @@ def as_dict(manifest: Manifest) -> dict[str, Any]:
         field.name: getattr(manifest, field.name)
         for field in dataclasses.fields(manifest)
     }
-    data["leaves"] = {
-        path: {**known._asdict(), "shape": list(known.shape)}
-        for path, known in manifest.leaves.items()
-    }
+    data["leaves"] = {path: _as_dict(leaf) for path, leaf in manifest.leaves.items()}
+    return data
+
+
+def _as_dict(known: LeafRecord) -> dict[str, Any]:
+    data = {**known._asdict(), "shape": list(known.shape)}
+    if not known.note:
+        del data["note"]
     return data
 
 
@@ -137,7 +149,7 @@ def from_dict(data: Mapping[str, Any], where: str) -> Manifest:
     known = {field.name for field in dataclasses.fields(Manifest)}
     try:
         leaves = {
-            path: LeafRecord(tuple(leaf["shape"]), leaf["dtype"], leaf["sha256"])
+            path: LeafRecord(**{**leaf, "shape": tuple(leaf["shape"])})
             for path, leaf in data["leaves"].items()
         }
         fields = {name: data[name] for name in known - {"leaves"}}
@@ -159,7 +171,7 @@ def check_leaves(store: Store, manifest: Manifest) -> None:
     problems = [f"missing: {path}" for path in want if path not in have]
     problems += [f"unexpected: {path}" for path in have if path not in want]
     for path in want.keys() & have.keys():
-        known = LeafRecord(have[path].shape, have[path].type_name, want[path].sha256)
+        known = record(have[path], want[path].sha256, want[path].note)
         if known != want[path]:
             problems.append(
                 f"{path} is {known.dtype} {known.shape}, and the manifest says "
@@ -184,7 +196,7 @@ def check_digests(
       store: the checkpoint.
       manifest: of it.
       progress: told of bytes as they are read.
-      only: paths of the leaves to read; None: all.
+      only: paths of the leaves to read; None: all that have a digest.
 
     Raises:
       CheckpointError: lists everything that differs.
@@ -193,11 +205,13 @@ def check_digests(
     problems = []
     for path in store.leaves if only is None else only:
         text = path_text(path)
+        known = manifest.leaves[text].sha256
+        if not known:
+            continue
         found = digest(store.leaves[path], f"{store.path}:{text}", progress)
-        if found != manifest.leaves[text].sha256:
+        if found != known:
             problems.append(
-                f"{text}: its SHA-256 is {found}, and the manifest says "
-                f"{manifest.leaves[text].sha256}"
+                f"{text}: its SHA-256 is {found}, and the manifest says {known}"
             )
     if problems:
         raise CheckpointError(

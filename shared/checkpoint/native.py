@@ -9,6 +9,7 @@ Both frontends write and read the same files, and stock orbax reads them, too.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 import pathlib
@@ -37,6 +38,7 @@ from shared.stores.folders import OtherRunError, new_folder, sync
 from shared.stores.orbax_writer import (
     Progress,
     check_names,
+    sync_array,
     write_array,
     write_tree_file,
 )
@@ -45,6 +47,7 @@ from shared.stores.tree import array_leaf
 from shared.trees import check_same_paths, flatten
 
 PARAMS = "params"  # what a model's parameters stand below
+_SYNCING = 4  # arrays at once that the disk is waited for
 _JOURNAL = "journal.jsonl"
 
 
@@ -76,13 +79,18 @@ def save(
 
 
 def load(
-    folder: str | os.PathLike[str], *, verify: bool = True, **layout: Any
+    folder: str | os.PathLike[str],
+    *,
+    step: int | None = None,
+    verify: bool = True,
+    **layout: Any,
 ) -> tuple[DecoderConfig, dict[str, Any]]:
     """Config and parameters of a checkpoint that `save` or `parity convert` wrote.
 
     Args:
-      folder: of the checkpoint.
-      verify: whether to read all of it first and compare it with the manifest.
+      folder: of the checkpoint; or of a run (`shared.checkpoint.training`) or a step.
+      step: of a run; None: the latest.
+      verify: whether to read them all first and compare them with the manifest.
       **layout: `scan_layers`, `scan_period` or `param_scan_axis`, where the layers are
         to be stacked in another way than they are stored.
 
@@ -90,13 +98,16 @@ def load(
       The config, and nested dicts of arrays in the layout of its plan.
 
     Raises:
-      CheckpointError: it is damaged, or no checkpoint of ours.
+      CheckpointError: it is damaged, no checkpoint of ours, or has dtypes that JAX
+        would change (float64 without `jax_enable_x64`).
     """
-    store, manifest = open_checkpoint(folder)
-    if verify:
-        check_digests(store, manifest)
+    store, manifest = open_checkpoint(folder, step)
     config = manifest.decoder_config()
     leaves = {path_text(p): leaf for p, leaf in store.under(PARAMS).leaves.items()}
+    _check_kept(leaves, store.path)
+    if verify:
+        only = [path for path in store.leaves if path[0] == PARAMS]
+        check_digests(store, manifest, only=only)
     new = config.replace(**layout)
     if new != config:
         conversion = Conversion(zoo_scheme(config), zoo_scheme(new), units(config))
@@ -107,19 +118,41 @@ def load(
     return new, params
 
 
-def open_checkpoint(folder: str | os.PathLike[str]) -> tuple[Store, Manifest]:
-    """A checkpoint of ours, not yet read.
+def _check_kept(leaves: Mapping[str, Leaf], where: str) -> None:
+    """Raises CheckpointError if JAX would narrow a dtype without a word."""
+    problems = [
+        f"{text} is {leaf.dtype}"
+        for text, leaf in leaves.items()
+        if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype
+    ]
+    if problems:
+        raise CheckpointError(
+            f'{where} needs jax.config.update("jax_enable_x64", True).', problems
+        )
+
+
+def open_checkpoint(
+    folder: str | os.PathLike[str], step: int | None = None
+) -> tuple[Store, Manifest]:
+    """A checkpoint of ours, or a step of a run, not yet read.
+
+    Args:
+      folder: of the checkpoint, the run or the step.
+      step: of a run; None: the latest.
 
     Raises:
       CheckpointError: it has no manifest, or is not what the manifest says.
     """
-    manifest = find_manifest(pathlib.Path(folder))
+    store = open_store(folder, step)
+    # A step's lies beside its tree.
+    manifest = find_manifest(pathlib.Path(store.path))
+    if manifest is None:
+        manifest = find_manifest(pathlib.Path(folder))
     if manifest is None:
         raise CheckpointError(
             f"{folder} has no manifest.json, so it is no checkpoint of ours: convert "
             "it (parity convert), or migrate it (parity migrate)."
         )
-    store = open_store(folder)
     check_leaves(store, manifest)
     return store, manifest
 
@@ -161,11 +194,16 @@ def write_checkpoint(
         journal = _Journal.open(partial, fingerprint)
         tree = partial / item
         tree.mkdir(exist_ok=True)
-        for path, leaf in leaves.items():
-            if path_text(path) in journal.records:
-                continue
-            sha256 = write_array(tree, path, leaf, progress)
-            journal.add(path_text(path), record(leaf, sha256))
+        with concurrent.futures.ThreadPoolExecutor(_SYNCING) as threads:
+            synced = []
+            for path, leaf in leaves.items():
+                if path_text(path) in journal.records:
+                    continue
+                sha256 = write_array(tree, path, leaf, progress)
+                journal.add(path_text(path), record(leaf, sha256))
+                synced.append(threads.submit(sync_array, tree, path))
+        for done in synced:
+            done.result()
         write_tree_file(tree, leaves, empty or {})
         records = {path_text(path): journal.records[path_text(path)] for path in leaves}
         manifest = describe(records)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import mmap
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -21,6 +23,7 @@ from shared.stores import CheckpointError, Leaf, Path, path_text
 from shared.stores.folders import sync
 from shared.stores.orbax_writer import (
     check_names,
+    sync_array,
     write_array,
     write_pieces,
     write_tree_file,
@@ -30,6 +33,8 @@ from shared.stores.tree import array_leaf, is_empty, key_kind, named_nodes
 from shared.stores.views import assembled
 
 SPREAD = "spread over processes: none of them has all of it"
+_LARGE = 2**20  # bytes
+_SYNCING = 4  # arrays at once that the disk is waited for
 
 
 class Copy(NamedTuple):
@@ -114,25 +119,37 @@ def write(
     primary = jax.process_index() == 0
     records: dict[str, LeafRecord] = {}
     outlines: dict[Path, Leaf] = {}
-    for path in list(snapshot.copies):
-        copy = snapshot.copies.pop(path)
-        outlines[path] = copy.outline()
-        if copy.shard is not None:
-            write_pieces(folder, path, copy.leaf(), copy.shard)
-            known = record(outlines[path], None, SPREAD)
-        elif primary:
-            known = record(outlines[path], write_array(folder, path, copy.leaf()))
-        else:
-            continue
-        records[path_text(path)] = known
+    with concurrent.futures.ThreadPoolExecutor(_SYNCING) as threads:
+        synced = []
+        for path in list(snapshot.copies):
+            copy = snapshot.copies.pop(path)
+            outlines[path] = copy.outline()
+            known = _write_copy(folder, path, copy, primary)
+            del copy
+            if known is not None:
+                records[path_text(path)] = known
+                synced.append(threads.submit(sync_array, folder, path))
+    for done in synced:
+        done.result()
     if not primary:
         return
     write_manifest(folder, describe(records))
     write_tree_file(folder, outlines, snapshot.empty)
-    for file in folder.rglob("*"):
-        if file.is_dir() or file.parent == folder:
-            sync(file)
+    for file in folder.iterdir():
+        sync(file)
     sync(folder)
+
+
+def _write_copy(
+    folder: pathlib.Path, path: Path, copy: Copy, primary: bool
+) -> LeafRecord | None:
+    """Writes what this process has to write of a leaf; None: nothing."""
+    if copy.shard is not None:
+        write_pieces(folder, path, copy.leaf(), copy.shard)
+        return record(copy.outline(), "", SPREAD)
+    if not primary:
+        return None
+    return record(copy.outline(), write_array(folder, path, copy.leaf()))
 
 
 def _as_array(node: Any) -> tuple[np.ndarray | jax.Array, str]:
@@ -149,7 +166,7 @@ def _copy(array: np.ndarray | jax.Array, kind: str) -> Copy:
     make = functools.partial(Copy, shape, dtype, kind)
     if not isinstance(array, jax.Array):
         whole = tuple(slice(0, n) for n in shape)
-        return make(((whole, np.array(array, order="C")),))
+        return make(((whole, _duplicate(array)),))
     pieces = tuple((shard.index, _on_host(shard.data)) for shard in _own_shards(array))
     return make(pieces, _shard_shape(array))
 
@@ -176,7 +193,17 @@ def _on_host(array: jax.Array) -> np.ndarray:
     host = np.asarray(array)
     (device,) = array.devices()
     moved = device.platform != "cpu" and array.sharding.memory_kind == "device"
-    return host if moved else np.array(host, order="C")
+    return host if moved else _duplicate(host)
+
+
+def _duplicate(array: np.ndarray) -> np.ndarray:
+    """A copy; the memory of a large one goes back to the system with it."""
+    if array.nbytes < _LARGE:
+        return np.array(array, order="C")
+    memory = np.frombuffer(mmap.mmap(-1, array.nbytes), np.uint8)
+    copy = memory.view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
 
 
 def _gone() -> Any:

@@ -50,7 +50,7 @@ from shared.checkpoint.manifest import LeafRecord, Manifest, model_manifest
 from shared.config import DecoderConfig
 from shared.layers import decoder
 from shared.stores import CheckpointError, Leaf, Path, Store, path_text
-from shared.stores.reading import reading, read_whole
+from shared.stores.reading import read_whole, reading
 from shared.stores.tree import is_empty, key_kind, named_nodes
 from shared.trees import check_same_paths, flatten
 
@@ -259,9 +259,7 @@ class Manager:
         if not steps:
             raise CheckpointError(f"{self._folder} has no steps: save one first.")
         if step is not None and step not in steps:
-            raise CheckpointError(
-                f"{self._folder} has no step {step}. It has {steps}."
-            )
+            raise CheckpointError(f"{self._folder} has no step {step}. It has {steps}.")
         return self._folder / str(steps[-1] if step is None else step)
 
     def _sweep(self) -> None:
@@ -282,7 +280,7 @@ class _Handler(ocp.AsyncCheckpointHandler):
     def __init__(self) -> None:
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "checkpoint")
         # Noted down in the step: with what stock orbax restores it.
-        self.typestr = ocp.StandardCheckpointHandler.typestr  # type: ignore[method-assign]
+        self.typestr = ocp.StandardCheckpointHandler.typestr
 
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         """Copies the state, and starts to write."""
@@ -381,7 +379,9 @@ def _check_target(store: Store, nodes: Mapping[Path, Any]) -> None:
     have = {path_text(path): leaf for path, leaf in store.leaves.items()}
     none = {path_text(path) for path in store.empty}
     want = {path_text(path): node for path, node in nodes.items()}
-    problems = [f"unreadable: {path_text(p)}: {why}" for p, why in store.refused.items()]
+    problems = [
+        f"unreadable: {path_text(p)}: {why}" for p, why in store.refused.items()
+    ]
     problems += [
         f"unexpected: {text} {leaf.type_name} {leaf.shape}"
         for text, leaf in have.items()
@@ -412,24 +412,29 @@ def _differences(leaf: Leaf, node: Any, text: str) -> list[str]:
     lines = []
     if leaf.shape != shape:
         lines.append(f"wrong shape: {text} is {leaf.shape}, the target {shape}")
-    if isinstance(node, bool | int | float):
-        same = leaf.dtype.kind in _KINDS[type(node)] and not leaf.kind
+    if _is_number(node):
+        same = jnp.issubdtype(leaf.dtype, _NUMBERS[type(node)]) and not leaf.kind
     else:
         same = leaf.type_name == want
     if not same:
         lines.append(f"wrong dtype: {text} is {leaf.type_name}, the target {want}")
-    elif not isinstance(node, bool | int | float | np.ndarray | np.generic):
+    elif not (_is_number(node) or isinstance(node, np.ndarray | np.generic)):
         if jax.dtypes.canonicalize_dtype(leaf.dtype) != leaf.dtype:
             lines.append(f"{text} is {leaf.dtype}, for which JAX needs jax_enable_x64")
     return lines
 
 
-_KINDS = {bool: "b", int: "iu", float: "fV"}  # dtypes that a number may be stored as
+# What a number may be stored as.
+_NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
+
+
+def _is_number(node: Any) -> bool:
+    return type(node) in _NUMBERS
 
 
 def _outline(node: Any) -> tuple[str, tuple[int, ...]]:
     """The name of a target's dtype, as that of a leaf, and the shape of its data."""
-    if isinstance(node, bool | int | float):
+    if _is_number(node):
         return type(node).__name__, ()
     if not _is_key(node):
         return str(np.dtype(node.dtype)), tuple(node.shape)
@@ -461,13 +466,13 @@ def _read(
     if sharding is not None and not sharding.is_fully_addressable:
         return _read_shards(leaf, node, text, sharding)
     array = read_whole(leaf, text)
-    if known is not None and known.sha256 is not None:
+    if known is not None and known.sha256:
         found = hashlib.sha256(array.reshape(-1).view(np.uint8).data).hexdigest()
         if found != known.sha256:
             problems.append(
                 f"{text}: its SHA-256 is {found}, and the manifest says {known.sha256}"
             )
-    if isinstance(node, bool | int | float):
+    if _is_number(node):
         return type(node)(array[()])
     if isinstance(node, np.ndarray | np.generic):
         return array if isinstance(node, np.ndarray) else array[()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import pathlib
 import zipfile
@@ -22,6 +23,7 @@ from shared.stores.store import (
     read_into,
     some,
     split_name,
+    take,
 )
 
 
@@ -105,7 +107,7 @@ class _Member(NamedTuple):
             _header(stream)
             data = stream.read(math.prod(self.shape) * self.dtype.itemsize)
         array = np.frombuffer(data, self.dtype).reshape(self.shape, order="F")
-        yield array.__getitem__
+        yield functools.partial(take, array)
 
 
 class _Runs(NamedTuple):

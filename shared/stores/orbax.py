@@ -38,6 +38,9 @@ _TREE = "_METADATA"
 _SEQUENCE = 1  # key type of an index; 2 is a dict's key
 _ARRAYS = ("jax.Array", "np.ndarray", "scalar")
 _EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
+# Of tensorstore: each thread keeps what it has freed.
+FEW_THREADS = {"file_io_concurrency": {"limit": 4}}
+_CACHE_BYTES = 32 * 2**20  # of chunks kept decoded, for all arrays of a tree
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -192,26 +195,36 @@ class _Arrays:
         self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
         # Where also zeros are written, a chunk that is not there has been lost.
         self._complete = metadata.get("store_array_data_equal_to_fill_value", False)
-        self._context = tensorstore.Context()
+        cache = {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}}
+        self._context = tensorstore.Context({**cache, **FEW_THREADS})
+        self._opened: dict[str, Any] = {}
         self._kinds = dict(_kinds(folder))
         self._texts: dict[str, Any] | None = None
 
     def leaf(self, name: str) -> Leaf:
         """An array, by its name in the folder."""
-        array = self._open(name, self._context)
+        array = self._array(name)
         shape, dtype = tuple(array.shape), np.dtype(array.dtype.numpy_dtype)
         chunk = array.chunk_layout.read_chunk.shape or shape
         limit = _band(shape, tuple(chunk)) * dtype.itemsize
-
         opened = functools.partial(self._reader, name, limit)
         return Leaf(shape, dtype, opened, self._kinds.get(name, ""))
 
     @contextlib.contextmanager
     def _reader(self, name: str, limit: int) -> Iterator[Read]:
         # A chunk is decoded whole; it is kept until the parts in it are read.
+        if 2 * limit <= _CACHE_BYTES:
+            yield functools.partial(_read_part, self._array(name))
+            return
         cache = {"cache_pool": {"total_bytes_limit": limit + 2**20}}
-        array = self._open(name, self._tensorstore.Context(cache))
+        array = self._open(name, self._tensorstore.Context({**cache, **FEW_THREADS}))
         yield functools.partial(_read_part, array)
+
+    def _array(self, name: str) -> Any:
+        """The array, opened once, with a cache that all share."""
+        if name not in self._opened:
+            self._opened[name] = self._open(name, self._context)
+        return self._opened[name]
 
     def text(self, name: str) -> str:
         """A text, by its name in the folder."""

@@ -11,6 +11,7 @@ import base64
 import collections
 import hashlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -18,6 +19,8 @@ from typing import Any
 import numpy as np
 import tensorstore
 
+from shared.stores.folders import sync
+from shared.stores.orbax import FEW_THREADS
 from shared.stores.reading import read_ahead, reading
 from shared.stores.store import (
     CheckpointError,
@@ -28,7 +31,8 @@ from shared.stores.store import (
     path_text,
 )
 
-CHUNK_BYTES = 32 * 2**20
+CHUNK_BYTES = 4 * 2**20
+BLOCK_BYTES = 8 * 2**20  # read and digested at once: whole chunks
 TREE_FILE = "_METADATA"
 _STRINGS_FILE = "_strings.json"
 _PENDING = 2  # chunks on their way to the disk
@@ -40,7 +44,7 @@ Progress = Callable[[int], Any]
 def write_array(
     folder: pathlib.Path, path: Path, leaf: Leaf, progress: Progress | None = None
 ) -> str:
-    """Writes one leaf of a tree; it is on the disk when this returns.
+    """Writes one leaf of a tree; `sync_array` then waits until the disk has it.
 
     Args:
       folder: of the tree.
@@ -54,11 +58,11 @@ def write_array(
     found = hashlib.sha256()
     if leaf.dtype.kind == "U":
         return _digest_text(leaf)
-    parts = list(blocks(leaf.shape, max(1, CHUNK_BYTES // leaf.dtype.itemsize)))
-    array = _create(folder / array_name(path), leaf, part_shape(parts[0]))
+    chunk, limit = _chunks(leaf)
+    array = _create(folder / array_name(path), leaf, chunk)
     pending: collections.deque[Any] = collections.deque()
     with reading(leaf, path_text(path)) as read:
-        for part, data in zip(parts, read_ahead(read, leaf, CHUNK_BYTES), strict=True):
+        for part, data in read_ahead(read, leaf, limit):
             found.update(data.reshape(-1).view(np.uint8).data)
             pending.append(_write(array[part], data))
             while len(pending) >= _PENDING:
@@ -101,6 +105,25 @@ def _write(array: Any, data: np.ndarray) -> Any:
     return array.write(data, can_reference_source_data_indefinitely=True)
 
 
+def _chunks(leaf: Leaf) -> tuple[tuple[int, ...], int]:
+    """Shape of a chunk, and entries of a block, which is one or several of them."""
+    small, large = (
+        part_shape(next(blocks(leaf.shape, max(1, size // leaf.dtype.itemsize))))
+        for size in (CHUNK_BYTES, BLOCK_BYTES)
+    )
+    axis = next((i for i, n in enumerate(small) if n != leaf.shape[i] and n > 1), None)
+    limit = math.prod(large)
+    if axis is not None and large[axis] != leaf.shape[axis]:
+        limit = math.prod(small) * (large[axis] // small[axis])
+    return small, limit
+
+
+def sync_array(folder: pathlib.Path, path: Path) -> None:
+    """Has the disk keep an array that was written."""
+    for file in (folder / array_name(path)).rglob("*"):
+        sync(file)
+
+
 def _digest_text(leaf: Leaf) -> str:
     with leaf.open() as read:
         data = np.ascontiguousarray(read(tuple(slice(0, n) for n in leaf.shape)))
@@ -121,8 +144,15 @@ def _create(
         "dtype": leaf.dtype.name,
         "store_data_equal_to_fill_value": True,
     }
-    how = {"delete_existing": True} if new else {"open": True}
-    return tensorstore.open(spec, create=True, **how).result()
+    context = _NO_SYNC if new else None
+    opening = tensorstore.open(
+        spec, create=True, open=not new, delete_existing=new, context=context
+    )
+    return opening.result()
+
+
+# A chunk is a file: to wait for the disk at each takes longer than to write it.
+_NO_SYNC = tensorstore.Context({"file_io_sync": False, **FEW_THREADS})
 
 
 def array_name(path: Path) -> str:

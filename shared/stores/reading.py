@@ -57,27 +57,32 @@ def _named(name: str) -> Iterator[None]:
         ) from error
 
 
-def read_ahead(read: Read, leaf: Leaf, limit: int) -> Iterator[np.ndarray]:
-    """What is in each of the leaf's blocks; the next is read while one is worked on.
+def read_ahead(read: Read, leaf: Leaf, limit: int) -> Iterator[tuple[Part, np.ndarray]]:
+    """The leaf's blocks, in order; the next is read while one is worked on.
 
     Args:
       read: of the opened leaf.
-      leaf: to know shape and dtype.
-      limit: bytes of a block; two are in memory.
+      leaf: to know its shape.
+      limit: entries of a block; two blocks are in memory.
     """
-    parts = blocks(leaf.shape, max(1, limit // leaf.dtype.itemsize))
-    if leaf.nbytes <= limit:
+    parts = blocks(leaf.shape, limit)
+    if leaf.size <= limit:
         for part in parts:
-            yield _in_order(read, part)
+            yield part, _in_order(read, part)
         return
-    with concurrent.futures.ThreadPoolExecutor(1) as thread:
-        ahead = thread.submit(_in_order, read, next(parts))
-        for part in parts:
-            array = ahead.result()
-            ahead = thread.submit(_in_order, read, part)
-            yield array
-            del array
-        yield ahead.result()
+    now = next(parts)
+    ahead = _READER.submit(_in_order, read, now)
+    for part in parts:
+        array = ahead.result()
+        ahead = _READER.submit(_in_order, read, part)
+        yield now, array
+        now = part
+        del array
+    yield now, ahead.result()
+
+
+# One for all: what a thread has freed, its arena keeps.
+_READER = concurrent.futures.ThreadPoolExecutor(1, "read ahead")
 
 
 def _in_order(read: Read, part: Part) -> np.ndarray:
@@ -104,7 +109,7 @@ def read_whole(leaf: Leaf, name: str) -> np.ndarray:
 def _fill(array: np.ndarray, leaf: Leaf, name: str) -> None:
     if leaf.pieces is not None:
         for piece in leaf.pieces():
-            _fill(array[piece.at], piece.leaf, name)
+            _fill(array[(*piece.at, ...)], piece.leaf, name)
         return
     with reading(leaf, name) as read:
         for part in blocks(leaf.shape, max(1, _WHOLE_BLOCK // leaf.dtype.itemsize)):
@@ -125,9 +130,9 @@ def digest(leaf: Leaf, name: str, progress: Callable[[int], None] | None = None)
       CheckpointError: the leaf cannot be read.
     """
     found = hashlib.sha256()
+    limit = max(1, BLOCK_BYTES // leaf.dtype.itemsize)
     with reading(leaf, name) as read:
-        for part in blocks(leaf.shape, max(1, BLOCK_BYTES // leaf.dtype.itemsize)):
-            array = np.ascontiguousarray(read(part))
+        for _, array in read_ahead(read, leaf, limit):
             if sys.byteorder == "big":
                 array = array.byteswap()
             found.update(array.reshape(-1).view(np.uint8).data)

@@ -16,7 +16,7 @@ from shared.stores.reading import read_ahead, reading
 from shared.stores.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
 from shared.stores.store import Leaf
 
-BLOCK_BYTES = 32 * 2**20  # of a tensor that are in memory at once
+BLOCK_BYTES = 8 * 2**20  # of a tensor that are in memory at once
 Progress = Callable[[int], Any]
 
 
@@ -102,7 +102,8 @@ def write_file(
 def _write(file: Any, leaf: Leaf, name: str, progress: Progress | None) -> str:
     found = hashlib.sha256()
     with reading(leaf, name) as read:
-        for array in read_ahead(read, leaf, BLOCK_BYTES):
+        limit = max(1, BLOCK_BYTES // leaf.dtype.itemsize)
+        for _, array in read_ahead(read, leaf, limit):
             rest = array.reshape(-1).view(np.uint8).data
             found.update(rest)
             while rest:

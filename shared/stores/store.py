@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import math
 import os
@@ -279,12 +280,17 @@ def constant(value: Any) -> Leaf:
     return Leaf(array.shape, array.dtype, _Memory(array).open)
 
 
+def take(array: np.ndarray, part: Part) -> np.ndarray:
+    """A part of an array; of one without axes, the array."""
+    return array[(*part, ...)]
+
+
 class _Memory(NamedTuple):
     array: np.ndarray
 
     @contextlib.contextmanager
     def open(self) -> Iterator[Read]:
-        yield self.array.__getitem__
+        yield functools.partial(take, self.array)
 
 
 class Extent(NamedTuple):

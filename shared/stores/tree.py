@@ -20,6 +20,7 @@ from shared.stores.store import (
     collect,
     constant,
     split_name,
+    take,
 )
 
 
@@ -84,7 +85,7 @@ def _on_host(array: np.ndarray | jax.Array, part: Part) -> np.ndarray:
         on_host = {device.platform for device in array.devices()} == {"cpu"}
         if not on_host or len(array.devices()) > 1:
             return np.asarray(array[part])
-    return np.asarray(array)[part]  # no copy: NumPy sees the memory of JAX
+    return take(np.asarray(array), part)  # no copy: NumPy sees the memory of JAX
 
 
 def key_kind(implementation: str) -> str:

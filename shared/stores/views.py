@@ -16,10 +16,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shared.stores.store import Index, Leaf, Part, Piece, Read, last_cut, part_shape
+from shared.stores.store import (
+    Index,
+    Leaf,
+    Part,
+    Piece,
+    Read,
+    last_cut,
+    part_shape,
+    take,
+)
 
 # So much of a leaf is kept where parts of another order of axes are read from it.
-KEPT_BYTES = 128 * 2**20
+KEPT_BYTES = 64 * 2**20
 SHORT_RUN = 64 * 2**10  # bytes
 
 
@@ -39,15 +48,42 @@ class _Permuted(NamedTuple):
     @contextlib.contextmanager
     def open(self) -> Iterator[Read]:
         with self.leaf.open() as source:
-            yield functools.partial(self._read, source, [])
+            yield functools.partial(self._read, source, {})
 
-    def _read(self, source: Read, kept: list[np.ndarray], part: Part) -> np.ndarray:
-        own = tuple(part[self.axes.index(i)] for i in range(len(self.axes)))
-        if self.leaf.nbytes > KEPT_BYTES or not _is_scattered(self.leaf, own):
-            return source(own).transpose(self.axes)
-        if not kept:
-            kept.append(source(tuple(slice(0, n) for n in self.leaf.shape)))
-        return kept[0][own].transpose(self.axes)
+    def _read(self, source: Read, kept: dict[str, Any], part: Part) -> np.ndarray:
+        if not _is_scattered(self.leaf, self._own(part)):
+            return source(self._own(part)).transpose(self.axes)
+        if not kept or not _is_inside(part, kept["part"]):
+            kept.clear()
+            wide = self._widened(part)
+            kept |= {"part": wide, "array": source(self._own(wide))}
+        inner = tuple(
+            slice(p.start - k.start, p.stop - k.start)
+            for p, k in zip(part, kept["part"], strict=True)
+        )
+        return kept["array"][self._own(inner)].transpose(self.axes)
+
+    def _own(self, part: Part) -> Part:
+        """The part in the order of the leaf's axes."""
+        return tuple(part[self.axes.index(i)] for i in range(len(self.axes)))
+
+    def _widened(self, part: Part) -> Part:
+        """As much of what will be asked for next as may be kept."""
+        shape = tuple(self.leaf.shape[i] for i in self.axes)
+        axis = last_cut(shape, part)
+        size = part_shape(part)[axis]
+        row = math.prod(part_shape(part)) // max(1, size) * self.leaf.dtype.itemsize
+        count = max(size, KEPT_BYTES // max(1, row))
+        start = part[axis].start
+        wide = slice(start, min(start + count, shape[axis]))
+        return (*part[:axis], wide, *part[axis + 1 :])
+
+
+def _is_inside(part: Part, other: Part) -> bool:
+    return all(
+        o.start <= p.start and p.stop <= o.stop
+        for p, o in zip(part, other, strict=True)
+    )
 
 
 def _is_scattered(leaf: Leaf, part: Part) -> bool:
@@ -147,7 +183,7 @@ class _Assembly:
         out = np.empty(part_shape(part), self._dtype)
         for number in hit:
             at, array = self._overlap(number, part)
-            out[at] = array.reshape(out[at].shape)
+            take(out, at)[...] = array.reshape(take(out, at).shape)
             del array  # before the next one is read
         return out
 
@@ -214,9 +250,9 @@ class _Reshaped(NamedTuple):
         cuts = [_cut(group, part, self.leaf.shape, self.shape) for group in self.groups]
         array = source(tuple(s for cut in cuts for s in cut.source))
         array = array.reshape([math.prod(part_shape(cut.source)) for cut in cuts])
-        array = array[tuple(cut.run for cut in cuts)]
+        array = take(array, tuple(cut.run for cut in cuts))
         array = array.reshape([n for cut in cuts for n in cut.shape])
-        return array[tuple(s for cut in cuts for s in cut.inner)]
+        return take(array, tuple(s for cut in cuts for s in cut.inner))
 
 
 class _Cut(NamedTuple):
