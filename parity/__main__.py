@@ -25,6 +25,7 @@ from parity.cli import (
     generate,
     golden,
     inspect,
+    migrate,
     models,
     suggest,
 )
@@ -45,6 +46,7 @@ COMMANDS = {
     "models": models,
     "golden": golden,
     "inspect": inspect,
+    "migrate": migrate,
     "suggest": suggest,
 }
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.

@@ -22,6 +22,7 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import rich.console
 from absl import flags
 
@@ -30,6 +31,7 @@ from parity.cli.progress import progress
 from parity.zoo import resolve
 from shared.checkpoint.convert import TARGETS, Plan, Target, convert, plan_conversion
 from shared.checkpoint.maxtext import MaxTextLayout
+from shared.checkpoint.sharded import Processes, jax_processes
 from shared.checkpoint.source import FORMATS, Source, describe, open_source
 
 _LAYOUT = ("scan_layers", "scan_period", "param_scan_axis", "vocab_padding")
@@ -100,6 +102,15 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_string("json", None, "Write what was done there.", flag_values=values)
+    flags.DEFINE_string(
+        "coordinator",
+        None,
+        "Address of the first of several processes that convert together "
+        "(jax.distributed); each gets --processes and its own --process.",
+        flag_values=values,
+    )
+    number("processes", "How many convert together.", 2)
+    number("process", "Which of them this is, from 0.")
 
 
 def run(
@@ -109,6 +120,7 @@ def run(
     if len(arguments) != 2:
         raise UsageError(f"Give a source and a destination. Got {len(arguments)}.")
     check_files(options, ["json"])
+    processes = _join(options)
     source = _open(arguments[0], options)
     target = _target(source, options)
     plan = plan_conversion(source, target)
@@ -121,12 +133,30 @@ def run(
         digests: Mapping[str, str] = {}
     else:
         with progress(2 * plan.nbytes, "written and read back") as advance:
-            digests = convert(plan, arguments[1], advance)
+            digests = convert(plan, arguments[1], advance, processes)
         say(console, f"wrote {target.format}: {what}: {arguments[1]}")
-    if options["json"]:
+    if options["json"] and not options["process"]:
         data = _as_dict(plan, digests)
         pathlib.Path(options["json"]).write_text(json.dumps(data, indent=2) + "\n")
     return 0
+
+
+def _join(options: Mapping[str, Any]) -> Processes | None:
+    """Joins the other processes, if there are any."""
+    given = [options[name] for name in ("coordinator", "processes", "process")]
+    if given == [None, None, None]:
+        return None
+    if None in given:
+        raise UsageError("Give --coordinator, --processes and --process together.")
+    if options["process"] >= options["processes"]:
+        raise UsageError(
+            f"--process={options['process']} is none of 0 to "
+            f"{options['processes'] - 1}: --processes={options['processes']}."
+        )
+    jax.distributed.initialize(
+        options["coordinator"], options["processes"], options["process"]
+    )
+    return jax_processes()
 
 
 def _open(path: str, options: Mapping[str, Any]) -> Source:

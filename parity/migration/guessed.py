@@ -11,12 +11,21 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from parity.mapping.correspondence import Entry
 from parity.mapping.known import normal
-from parity.mapping.layout import Shape, moved, reshaped
+from parity.mapping.layout import (
+    Concatenate,
+    Reshape,
+    Shape,
+    Split,
+    Transpose,
+    moved,
+    reshaped,
+)
 from parity.mapping.leaves import Leaf
-from parity.mapping.rules import Rule, Rules
+from parity.mapping.rules import Rule, Rules, escaped
 from parity.migration.trees import text_of, with_text
 from parity.trees import Difference
 
@@ -86,15 +95,49 @@ def _shape(rule: Rule, shapes: Sequence[Shape]) -> Shape:
 
 
 class Backwards(NamedTuple):
-    """NNX leaves with the collections that rules give them, and Linen's tree."""
+    """What NNX's leaves were in Linen.
+
+    Attributes:
+      nnx: the leaves, with the collections that they have there.
+      linen: Linen's tree.
+      rules: that lead from Linen's to NNX's: the user's, and those that are known.
+      differences: what cannot be known.
+    """
 
     nnx: tuple[Leaf, ...]
     linen: tuple[Leaf, ...]
+    rules: Rules
     differences: tuple[Difference, ...]
 
 
+class Known(NamedTuple):
+    """A rule for single leaves that an earlier migration went by.
+
+    Attributes:
+      linen: texts.
+      nnx: texts.
+      shapes: of Linen's leaves.
+      layout: `transpose`, `reshape` and `axis`, as a rule has them.
+    """
+
+    linen: tuple[str, ...]
+    nnx: tuple[str, ...]
+    shapes: tuple[Shape, ...]
+    layout: Mapping[str, Any]
+
+    def rule(self) -> Rule:
+        """As a rule."""
+        linen = [escaped(text) for text in self.linen]
+        table = {"linen": linen, "nnx": list(self.nnx), **self.layout}
+        [rule] = Rules.of([table]).rules
+        return dataclasses.replace(rule, name="the manifest")
+
+
 def linen_from_nnx(
-    nnx: Sequence[Leaf], rules: Rules, collections: Mapping[str, str]
+    nnx: Sequence[Leaf],
+    rules: Rules,
+    collections: Mapping[str, str],
+    known: Sequence[Known] = (),
 ) -> Backwards:
     """The Linen leaves that NNX's come from by rules, else the same.
 
@@ -102,7 +145,16 @@ def linen_from_nnx(
       nnx: leaves; of some the collection may be unknown: then it is "".
       rules: to read backwards.
       collections: by an NNX leaf's path as text, Linen's collection, where it is known.
+      known: what NNX's leaves were made of, for those that no rule is for.
     """
+    have = {_pathless(leaf.text) for leaf in nnx}
+    recorded = {
+        _pathless(text): entry
+        for entry in known
+        for text in entry.nnx
+        if have >= {*map(_pathless, entry.nnx)}
+    }
+    used: list[Known] = []
     wrong: list[Difference] = []
     inverses = [inverse for rule in rules.rules for inverse in _inverses(rule, wrong)]
     named: list[Leaf] = []
@@ -114,9 +166,19 @@ def linen_from_nnx(
             for inverse in inverses
             if (found := inverse.read(leaf)) is not None
         ]
+        entry = recorded.get(_pathless(leaf.text))
+        if not hits and entry is not None:
+            used += [] if entry in used else [entry]
+            text = next(x for x in entry.nnx if _pathless(x) == _pathless(leaf.text))
+            named.append(leaf._replace(collection=text.partition("/")[0]))
+            for text, shape in zip(entry.linen, entry.shapes, strict=True):
+                linen.setdefault(text, with_text(text, shape, leaf.dtype))
+            continue
         if not hits:
-            known = collections.get("/".join(map(str, leaf.path)), "params")
-            own = leaf._replace(collection=leaf.collection or known)
+            name = "/".join(map(str, leaf.path))
+            own = leaf._replace(
+                collection=leaf.collection or collections.get(name, "params")
+            )
             named.append(own)
             linen.setdefault(own.text, own)
             continue
@@ -146,7 +208,41 @@ def linen_from_nnx(
             continue
         made = with_text(text, shape, ordered[0].dtype)
         linen.setdefault(made.text, made)
-    return Backwards(tuple(named), tuple(linen.values()), tuple(dict.fromkeys(wrong)))
+    every = (*rules.rules, *(entry.rule() for entry in used))
+    return Backwards(
+        tuple(named),
+        tuple(linen.values()),
+        dataclasses.replace(rules, rules=every),
+        tuple(dict.fromkeys(wrong)),
+    )
+
+
+def _pathless(text: str) -> str:
+    return text.partition("/")[2]
+
+
+def known_from(entry: Entry, shapes: Sequence[Shape]) -> Known | None:
+    """An entry as a rule; None: it is none, or more than one rule.
+
+    Args:
+      entry: of a correspondence.
+      shapes: of Linen's leaves.
+    """
+    if entry.linen == entry.nnx and not entry.steps:
+        return None
+    layout: dict[str, Any] = {}
+    for step in entry.steps:
+        match step:
+            case Concatenate(axis, _) | Split(axis, _):
+                layout["axis"] = axis
+            case Transpose(axes) if "reshape" not in layout:
+                before = layout.get("transpose", range(len(axes)))
+                layout["transpose"] = [int(before[i]) for i in axes]
+            case Reshape(_, after):
+                layout["reshape"] = list(after)
+            case _:
+                return None
+    return Known(entry.linen, entry.nnx, tuple(shapes), layout)
 
 
 def collections_from(linen: Sequence[Leaf], rules: Rules) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Trees that follow the parameters: an optimizer's mu, nu, trace, an average of weights.
+"""Trees that follow the parameters: an optimizer's mu, nu, trace, averaged weights.
 
 Optax knows nothing of models: it maps over whatever tree it is given, so that a part of
 its state has the paths and shapes of the parameters. Where such a tree stands is found
@@ -97,7 +97,7 @@ class _Search(NamedTuple):
         exact = all(
             self.source.rest[path].shape == self.names[name][1] for path, name in pairs
         )
-        # Of other shapes (Adafactor's rows and columns), one leaf may be there by chance.
+        # Of other shapes (Adafactor's rows), a single leaf may have a name by chance.
         if not exact and len(names) == 1 < len(self.names):
             return None
         twins = [
@@ -122,11 +122,3 @@ class _Search(NamedTuple):
                 if shorter in self.names:
                     return shorter
         return name
-
-
-def masked_in(path: Path, followers: Sequence[Follower]) -> tuple[Follower, Path] | None:
-    """The follower that a node without leaves is masked in, and the model's leaf."""
-    for follower in followers:
-        if path in follower.empty:
-            return follower, follower.empty[path]
-    return None

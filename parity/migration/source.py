@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -69,6 +70,16 @@ class Source:
     rest: Mapping[Path, Leaf]
     boxed: frozenset[Path]
     notes: tuple[str, ...]
+
+    @functools.cached_property
+    def lists(self) -> frozenset[Path]:
+        """Nodes of the model that have a number as a key, whose texts stay texts."""
+        return frozenset(
+            leaf.name[:i]
+            for leaf in self.model
+            for i, key in enumerate(leaf.name)
+            if isinstance(key, int)
+        )
 
     @property
     def params(self) -> Path:
@@ -197,8 +208,10 @@ def _given(nodes: _Nodes, params: str) -> tuple[Path, str]:
     return at, "given by --params"
 
 
-_NAMES = {"linen": ("params", "model", "variables", "target", "state")}
-_NAMES["nnx"] = ("model", "params", "state")
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "linen": ("params", "model", "variables", "target", "state"),
+    "nnx": ("model", "params", "state"),
+}
 
 
 def _locate(nodes: _Nodes, side: str) -> tuple[Path, str]:
@@ -344,11 +357,13 @@ def _boxes(
     if boxes is None and side == "nnx" and len(others) > len(mine):
         note = (f"{len(mine)} leaves called `value` are taken for parameters",)
         return frozenset(), note if mine else ()
+    if not mine or (side == "nnx" and not others):
+        return frozenset(candidates), ()
     note = (
         f"{len(mine)} leaves stand below `value`, taken for their box "
-        "(--noboxes: it is a parameter's name)",
+        "(--noboxes: it is a parameter's name)"
     )
-    return frozenset(candidates), note if mine else ()
+    return frozenset(candidates), (note,)
 
 
 def _boxed_places(
@@ -388,12 +403,12 @@ def _rng_paths(leaves: Sequence[ModelLeaf], own: Tree | None) -> set[Path]:
         names = {name_of(leaf.path) for leaf in own.leaves}
         sure = {leaf.path for leaf in leaves if name_of(leaf.name) in state}
         open_ = [leaf for leaf in leaves if name_of(leaf.name) not in names | state]
-        return sure | _looks_random(open_)
-    return _looks_random(leaves)
+        return sure | looks_random(open_)
+    return looks_random(leaves)
 
 
-def _looks_random(leaves: Sequence[ModelLeaf]) -> set[Path]:
-    """Typed keys, their counts, and what is called `rngs/.../key` or `count`."""
+def looks_random(leaves: Sequence[ModelLeaf]) -> set[Path]:
+    """Paths of typed keys, their counts, and what is `rngs/.../key` or `count`."""
     typed = {leaf.name[:-1] for leaf in leaves if leaf.leaf.kind.startswith("key<")}
     return {
         leaf.path

@@ -8,12 +8,11 @@ A leaf has a text in the mapping (`params/layers/0/kernel`) and a path in a chec
 from __future__ import annotations
 
 import ast
-import contextlib
 import dataclasses
 import functools
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -43,13 +42,11 @@ class Tree:
       leaves: in the mapping's naming; of NNX without RNG state.
       nnx: of an NNX module, the same with aliases and RNG state; None: it is Linen.
       places: by text, the path in a checkpoint, boxes included, without collection.
-      known: whether a module says so; else a checkpoint and rules do.
     """
 
     leaves: tuple[Leaf, ...]
     nnx: NNXLeaves | None
     places: Mapping[str, Path]
-    known: bool = True
 
     def place(self, text: str, *, boxed: bool = True) -> Path:
         """Where a leaf stands below its collection.
@@ -173,14 +170,27 @@ def abstract_nnx(module: Any) -> nnx.Module:
     Raises:
       CheckError: it is no NNX module.
     """
+    # No array is made, so axis names need no mesh.
+    with nnx.use_eager_sharding(False):
+        return _made(module, lambda: nnx.eval_shape(lambda: _build(module)))
+
+
+def made_nnx(module: Any) -> nnx.Module:
+    """An NNX module as it is, or what `module` makes.
+
+    Raises:
+      CheckError: it is no NNX module.
+    """
+    return _made(module, lambda: _build(module))
+
+
+def _made(module: Any, make: Callable[[], Any]) -> nnx.Module:
     if isinstance(module, nnx.Module):
         return module
     linen = isinstance(module, type) and issubclass(module, nn.Module)
     made = None
     if callable(module) and not isinstance(module, nn.Module) and not linen:
-        build = functools.partial(nnx.eval_shape, functools.partial(_build, module))
-        with _no_mesh():
-            made = _raising(build, "nnx: making the module")
+        made = _raising(make, "nnx: making the module")
     if not isinstance(made, nnx.Module):
         got = module if isinstance(module, type) else type(made or module)
         raise CheckError(
@@ -195,13 +205,6 @@ def _build(make: Callable[..., Any]) -> Any:
     if "rngs" in inspect.signature(takes).parameters:
         return make(rngs=nnx.Rngs(0))
     return make()
-
-
-@contextlib.contextmanager
-def _no_mesh() -> Iterator[None]:
-    """Where axis names need no mesh: no array is made."""
-    with nnx.use_eager_sharding(False):
-        yield
 
 
 def _raising(make: Callable[[], Any], what: str) -> Any:

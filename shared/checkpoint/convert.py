@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import pathlib
 import shutil
@@ -16,6 +17,7 @@ from shared.checkpoint.manifest import LAYOUT, Manifest, check_digests, model_ma
 from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
 from shared.checkpoint.native import write_checkpoint
 from shared.checkpoint.scheme import Conversion, Scheme, Unit, units, zoo_scheme
+from shared.checkpoint.sharded import Processes, write_sharded
 from shared.checkpoint.source import CARRIED, Source
 from shared.config import DecoderConfig
 from shared.layers import decoder, decoder_layer
@@ -200,7 +202,10 @@ def _tree(
 
 
 def convert(
-    plan: Plan, folder: str | os.PathLike[str], progress: Progress | None = None
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    progress: Progress | None = None,
+    processes: Processes | None = None,
 ) -> dict[str, str]:
     """Writes what was planned, and reads it back.
 
@@ -211,17 +216,36 @@ def convert(
       plan: from `plan_conversion`.
       folder: new or empty.
       progress: told of bytes as they are written, and again as they are read back.
+      processes: where several do it together; each calls this.
 
     Returns:
-      The SHA-256 of each leaf that was written.
+      The SHA-256 of each leaf that was written; in the first process, where there are
+      several.
 
     Raises:
       CheckpointError: the source is damaged, the folder is not empty, or what was read
         back is not what was written.
     """
     source = plan.source
-    if source.manifest is not None and source.store is not None:
-        check_digests(source.store, source.manifest)
+    if processes is not None and plan.target.format in ("hf", "vllm"):
+        raise CheckpointError(
+            f"Several processes write zoo and maxtext, not {plan.target.format}: "
+            "convert in one process."
+        )
+    if processes is not None:
+        written = write_sharded(
+            pathlib.Path(folder),
+            plan.leaves,
+            lambda records: _manifest(plan, records),
+            processes,
+            empty=plan.empty,
+            item="items" if plan.target.format == "maxtext" else "",
+            files=source.files if plan.target.format == "zoo" else (),
+            check=functools.partial(_check_source, source, processes),
+            progress=progress,
+        )
+        return {} if written is None else _digests(written)
+    _check_source(source)
     if plan.target.format in ("hf", "vllm"):
         return _write_safetensors(plan, pathlib.Path(folder), progress)
     manifest = write_checkpoint(
@@ -234,7 +258,20 @@ def convert(
         files=source.files if plan.target.format == "zoo" else (),
         progress=progress,
     )
+    return _digests(manifest)
+
+
+def _digests(manifest: Manifest) -> dict[str, str]:
     return {path: leaf.sha256 for path, leaf in manifest.leaves.items()}
+
+
+def _check_source(source: Source, processes: Processes | None = None) -> None:
+    """Compares a source with its manifest; of several processes, each some of it."""
+    store, manifest = source.store, source.manifest
+    if manifest is None or store is None:
+        return
+    number, among = (0, 1) if processes is None else processes[:2]
+    check_digests(store, manifest, only=list(store.leaves)[number::among])
 
 
 def _manifest(plan: Plan, records: Mapping[str, Any]) -> Manifest:

@@ -14,7 +14,7 @@ import json
 import math
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore
@@ -25,6 +25,7 @@ from shared.stores.reading import read_ahead, reading
 from shared.stores.store import (
     CheckpointError,
     Leaf,
+    Part,
     Path,
     blocks,
     part_shape,
@@ -41,8 +42,22 @@ _KEY = "key<"  # start of the kind of PRNG keys
 Progress = Callable[[int], Any]
 
 
+class Share(NamedTuple):
+    """The n-th of several equal parts of a leaf, which are runs of its blocks."""
+
+    number: int
+    among: int
+
+
+WHOLE = Share(0, 1)
+
+
 def write_array(
-    folder: pathlib.Path, path: Path, leaf: Leaf, progress: Progress | None = None
+    folder: pathlib.Path,
+    path: Path,
+    leaf: Leaf,
+    progress: Progress | None = None,
+    share: Share = WHOLE,
 ) -> str:
     """Writes one leaf of a tree; `sync_array` then waits until the disk has it.
 
@@ -51,18 +66,19 @@ def write_array(
       path: of the leaf.
       leaf: read a chunk at a time, in C order.
       progress: told of bytes as they are written.
+      share: to write less than the whole, into an array that `create_array` has made.
 
     Returns:
-      The SHA-256 of its entries (`shared.stores.digest`).
+      The SHA-256 of the entries that were written (`shared.stores.digest`).
     """
     found = hashlib.sha256()
     if leaf.dtype.kind == "U":
         return _digest_text(leaf)
-    chunk, limit = _chunks(leaf)
-    array = _create(folder / array_name(path), leaf, chunk)
+    chunk, _ = _chunks(leaf)
+    array = _create(folder / array_name(path), leaf, chunk, new=share == WHOLE)
     pending: collections.deque[Any] = collections.deque()
     with reading(leaf, path_text(path)) as read:
-        for part, data in read_ahead(read, leaf, limit):
+        for part, data in read_ahead(read, parts_of(leaf, share)):
             found.update(data.reshape(-1).view(np.uint8).data)
             pending.append(_write(array[part], data))
             while len(pending) >= _PENDING:
@@ -72,6 +88,19 @@ def write_array(
     while pending:
         pending.popleft().result()
     return found.hexdigest()
+
+
+def create_array(folder: pathlib.Path, path: Path, leaf: Leaf) -> None:
+    """Makes an array of which several processes then write shares."""
+    if leaf.dtype.kind != "U":
+        _create(folder / array_name(path), leaf, _chunks(leaf)[0])
+
+
+def parts_of(leaf: Leaf, share: Share) -> list[Part]:
+    """The blocks of a share, in C order."""
+    parts = list(blocks(leaf.shape, _chunks(leaf)[1]))
+    start, stop = (len(parts) * (share.number + end) // share.among for end in (0, 1))
+    return parts[start:stop]
 
 
 def write_pieces(

@@ -6,10 +6,11 @@ import concurrent.futures
 import contextlib
 import functools
 import hashlib
+import itertools
 import sys
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -57,22 +58,23 @@ def _named(name: str) -> Iterator[None]:
         ) from error
 
 
-def read_ahead(read: Read, leaf: Leaf, limit: int) -> Iterator[tuple[Part, np.ndarray]]:
-    """The leaf's blocks, in order; the next is read while one is worked on.
+def read_ahead(read: Read, parts: Iterable[Part]) -> Iterator[tuple[Part, np.ndarray]]:
+    """Parts of a leaf, in order; the next is read while one is worked on.
 
     Args:
       read: of the opened leaf.
-      leaf: to know its shape.
-      limit: entries of a block; two blocks are in memory.
+      parts: to read; two of them are in memory.
     """
-    parts = blocks(leaf.shape, limit)
-    if leaf.size <= limit:
-        for part in parts:
-            yield part, _in_order(read, part)
+    rest = iter(parts)
+    now = next(rest, None)
+    if now is None:
         return
-    now = next(parts)
+    following = next(rest, None)
+    if following is None:
+        yield now, _in_order(read, now)
+        return
     ahead = _READER.submit(_in_order, read, now)
-    for part in parts:
+    for part in itertools.chain([following], rest):
         array = ahead.result()
         ahead = _READER.submit(_in_order, read, part)
         yield now, array
@@ -130,9 +132,9 @@ def digest(leaf: Leaf, name: str, progress: Callable[[int], None] | None = None)
       CheckpointError: the leaf cannot be read.
     """
     found = hashlib.sha256()
-    limit = max(1, BLOCK_BYTES // leaf.dtype.itemsize)
+    parts = blocks(leaf.shape, max(1, BLOCK_BYTES // leaf.dtype.itemsize))
     with reading(leaf, name) as read:
-        for _, array in read_ahead(read, leaf, limit):
+        for _, array in read_ahead(read, parts):
             if sys.byteorder == "big":
                 array = array.byteswap()
             found.update(array.reshape(-1).view(np.uint8).data)

@@ -14,7 +14,7 @@ import numpy as np
 from shared.stores.folders import write_json
 from shared.stores.reading import read_ahead, reading
 from shared.stores.safetensors import DTYPES, INDEX_FILE, SINGLE_FILE
-from shared.stores.store import Leaf
+from shared.stores.store import Leaf, blocks
 
 BLOCK_BYTES = 8 * 2**20  # of a tensor that are in memory at once
 Progress = Callable[[int], Any]
@@ -102,8 +102,8 @@ def write_file(
 def _write(file: Any, leaf: Leaf, name: str, progress: Progress | None) -> str:
     found = hashlib.sha256()
     with reading(leaf, name) as read:
-        limit = max(1, BLOCK_BYTES // leaf.dtype.itemsize)
-        for _, array in read_ahead(read, leaf, limit):
+        parts = blocks(leaf.shape, max(1, BLOCK_BYTES // leaf.dtype.itemsize))
+        for _, array in read_ahead(read, parts):
             rest = array.reshape(-1).view(np.uint8).data
             found.update(rest)
             while rest:

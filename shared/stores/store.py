@@ -282,7 +282,8 @@ def constant(value: Any) -> Leaf:
 
 def take(array: np.ndarray, part: Part) -> np.ndarray:
     """A part of an array; of one without axes, the array."""
-    return array[(*part, ...)]
+    index: Any = (*part, ...)
+    return array[index]
 
 
 class _Memory(NamedTuple):

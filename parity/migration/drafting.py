@@ -87,7 +87,9 @@ class Move(NamedTuple):
 class Draft:
     """What a run has found so far; see `Plan`."""
 
-    trees: Correspondence = dataclasses.field(default_factory=lambda: Correspondence(()))
+    trees: Correspondence = dataclasses.field(
+        default_factory=lambda: Correspondence(())
+    )
     leaves: dict[Path, Leaf] = dataclasses.field(default_factory=dict)
     empty: dict[Path, str] = dataclasses.field(default_factory=dict)
     moves: list[Move] = dataclasses.field(default_factory=list)
@@ -109,6 +111,7 @@ class Origin(NamedTuple):
     Attributes:
       params: path of the parameters; None: not known.
       collections: by the path of an NNX leaf, where it is not `params`.
+      known: where names or layouts are not the same, what they were.
       boxed: texts of the Linen leaves in boxes.
       empty: nodes without leaves, which NNX does not keep.
       mirrors: whether collections are a level of the optimizer's trees.
@@ -116,6 +119,7 @@ class Origin(NamedTuple):
 
     params: str | None = None
     collections: Mapping[str, str] = {}
+    known: tuple[guessed.Known, ...] = ()
     boxed: frozenset[str] = frozenset()
     empty: Mapping[Path, str] = {}
     mirrors: bool = False
@@ -123,7 +127,9 @@ class Origin(NamedTuple):
     def as_dict(self) -> dict[str, Any]:
         """As a manifest keeps it."""
         empty = [[list(path), what] for path, what in self.empty.items()]
-        return {**self._asdict(), "boxed": sorted(self.boxed), "empty": empty}
+        known = [entry._asdict() for entry in self.known]
+        lists = {"boxed": sorted(self.boxed), "empty": empty, "known": known}
+        return {**self._asdict(), **lists}
 
     @classmethod
     def of(cls, data: Mapping[str, Any] | None) -> Origin:
@@ -133,10 +139,18 @@ class Origin(NamedTuple):
         return cls(
             data["params"],
             data["collections"],
+            tuple(_known(entry) for entry in data["known"]),
             frozenset(data["boxed"]),
             {tuple(path): what for path, what in data["empty"]},
             data["mirrors"],
         )
+
+
+def _known(entry: Mapping[str, Any]) -> guessed.Known:
+    shapes = tuple(map(tuple, entry["shapes"]))
+    return guessed.Known(
+        tuple(entry["linen"]), tuple(entry["nnx"]), shapes, entry["layout"]
+    )
 
 
 class OwnTree(NamedTuple):
@@ -165,14 +179,16 @@ def make_draft(
     draft = Draft()
     rules, out = _left_out(source, rules, draft)
     own = _own_tree(source, trees, rules, options, origin, draft)
-    other = _other_tree(own.tree, options, trees[options.to], rules, origin, draft)
+    other, rules = _other_tree(
+        own.tree, options, trees[options.to], rules, origin, draft
+    )
     linen, nnx = (own.tree, other) if options.to == "nnx" else (other, own.tree)
     draft.trees = match(linen.leaves, nnx.nnx or NNXLeaves(nnx.leaves), rules)
     places = _Places(source, options, other, origin)
-    migration = _Migration(source, options, own, other, places, out, draft)
+    migration = _Migration(source, options, own, other, places, origin, out, draft)
     migration.run()
     if options.to == "nnx":
-        draft.origin = _origin(source, own, draft).as_dict()
+        draft.origin = _origin(source, own, draft, migration.former_empty).as_dict()
     return draft
 
 
@@ -222,25 +238,18 @@ def _own_tree(
         linen = trees["linen"]
         if linen is not None:
             known = guessed.collections_from(linen.leaves, rules)
-            leaves = [
-                x._replace(
-                    collection=x.collection
-                    or known.get(normal(text_of(PARAMS, x.path)).partition("/")[2])
-                    or PARAMS
-                )
-                for x in leaves
-            ]
+            leaves = [_collected(leaf, known) for leaf in leaves]
         else:
-            known = origin.collections
-            leaves = list(guessed.linen_from_nnx(leaves, rules, known).nnx)
+            back = guessed.linen_from_nnx(
+                leaves, rules, origin.collections, origin.known
+            )
+            leaves = list(back.nnx)
     by_text = {x.text: leaf for x, leaf in zip(leaves, source.model, strict=True)}
     places = {leaf.text: unboxed_place(leaf) for leaf in leaves}
     return OwnTree(Tree(tuple(leaves), None, places), by_text)
 
 
-def _module_tree(
-    source: Source, tree: Tree, options: Options, draft: Draft
-) -> OwnTree:
+def _module_tree(source: Source, tree: Tree, options: Options, draft: Draft) -> OwnTree:
     """A module's tree with the leaves that the source has for it."""
     by_name = _names_in(tree, source.side)
     leaves = {leaf.text: leaf for leaf in tree.leaves}
@@ -305,17 +314,22 @@ def _named(source: Source, leaf: ModelLeaf) -> Named:
     name, collection = leaf.name, leaf.collection
     if source.side == "nnx":  # a list's indices are text in a checkpoint
         name = tuple(
-            int(key)
-            if isinstance(key, str)
-            and key.isdecimal()
-            and str(int(key)) == key
-            and (*name[:i], int(key)) not in source.int_nodes
-            else key
+            int(key) if _is_index(key) and name[:i] not in source.lists else key
             for i, key in enumerate(name)
         )
     else:
         collection = collection or PARAMS
     return Named(collection, name, leaf.leaf.shape, leaf.leaf.dtype)
+
+
+def _collected(leaf: Named, known: Mapping[str, str]) -> Named:
+    """An NNX leaf in the collection that Linen has it in."""
+    name = normal(text_of(PARAMS, leaf.path)).partition("/")[2]
+    return leaf._replace(collection=leaf.collection or known.get(name) or PARAMS)
+
+
+def _is_index(key: str | int) -> bool:
+    return isinstance(key, str) and key.isdecimal() and str(int(key)) == key
 
 
 def _other_tree(
@@ -325,10 +339,13 @@ def _other_tree(
     rules: Rules,
     origin: Origin,
     draft: Draft,
-) -> Tree:
-    """The tree of the target: its module's, or what rules and names say."""
+) -> tuple[Tree, Rules]:
+    """The tree of the target and the rules that lead there.
+
+    It is its module's, or what rules, an earlier migration and names say.
+    """
     if tree is not None:
-        return tree
+        return tree, rules
     if options.to == "nnx":
         guess = guessed.nnx_from_linen(own.leaves, rules)
         draft.differences += guess.differences
@@ -336,8 +353,8 @@ def _other_tree(
         draft.notes.append(
             "no NNX module was given: names are those of rules, else Linen's"
         )
-        return Tree(guess.leaves, NNXLeaves(guess.leaves), places)
-    back = guessed.linen_from_nnx(own.leaves, rules, origin.collections)
+        return Tree(guess.leaves, NNXLeaves(guess.leaves), places), rules
+    back = guessed.linen_from_nnx(own.leaves, rules, origin.collections, origin.known)
     draft.differences += back.differences
     places = {
         leaf.text: boxed_place(leaf)
@@ -348,10 +365,11 @@ def _other_tree(
     counts = collections.Counter(leaf.collection for leaf in back.linen)
     found = ", ".join(f"{count} in {name}" for name, count in counts.items())
     draft.notes.append(
-        "no Linen module was given: names are those of rules, else NNX's; collections "
-        f"are those of rules, of the NNX module or of the manifest, else params: {found}"
+        "no Linen module was given: names are those of rules and of the manifest, "
+        "else NNX's; collections are those, or of the NNX module's types, else params: "
+        f"{found}"
     )
-    return Tree(back.linen, None, places)
+    return Tree(back.linen, None, places), back.rules
 
 
 # Places in the target.
@@ -372,6 +390,11 @@ class _Places:
         # Of a type-blind format, and of what NNX saves, a tuple's indices are text.
         blind = source.store.format not in ("orbax", "tree")
         self._text_indices = blind or source.side == "nnx"
+
+    @property
+    def own_optimizer(self) -> bool:
+        """Whether the target is what an `nnx.Optimizer` keeps."""
+        return self._options.to == "nnx" and self._options.optimizer == "nnx"
 
     def model(self, collection: str) -> Path:
         """Of a collection."""
@@ -401,8 +424,17 @@ class _Places:
         boxed = self._options.to == "linen" or self._options.form == "state"
         return self._tree.place(text, boxed=boxed)
 
-    def beside(self, path: Path) -> Path:
-        """Of what is no part of the model."""
+    def former(self, path: Path) -> Path:
+        """Of what is no part of the model, as optax would keep it."""
+        return self.beside(path, own=False)
+
+    def beside(self, path: Path, *, own: bool | None = None) -> Path:
+        """Of what is no part of the model.
+
+        Args:
+          path: in the source.
+          own: whether NNX's optimizer keeps it; None: as the options say.
+        """
         outer = self._source.outer
         inside = path[len(outer) :]
         if path[: len(outer)] != outer or not {*map(str, inside[:1])} & {*STATE}:
@@ -411,7 +443,8 @@ class _Places:
             inside = tuple(
                 self._index((*outer, *inside[:i]), key) for i, key in enumerate(inside)
             )
-        own = self._options.to == "nnx" and self._options.optimizer == "nnx"
+        if own is None:
+            own = self.own_optimizer
         if own and inside[0] in ("opt_state", "step"):
             return (*outer, "optimizer", *map(str, inside))
         to_linen = self._options.to == "linen"
@@ -432,8 +465,7 @@ class _Places:
         state = str(path[len(outer)]) in STATE if len(path) > len(outer) else False
         boxes = state and self._source.side == "nnx" and path in self._source.boxed
         place = self.beside(path[:-1] if boxes else path)
-        own = self._options.to == "nnx" and self._options.optimizer == "nnx"
-        if own and place[: len(outer) + 1] == (*outer, "optimizer"):
+        if self.own_optimizer and place[: len(outer) + 1] == (*outer, "optimizer"):
             return (*place, BOX) if self._options.form == "state" else place
         return place
 
@@ -461,15 +493,17 @@ class _Migration:
         own: OwnTree,
         other: Tree,
         places: _Places,
+        origin: Origin,
         out: set[Path],
         draft: Draft,
     ) -> None:
-        self.source, self.options = source, options
+        self.source, self.options, self.origin = source, options, origin
         self.own, self.other, self.places = own, other, places
         self.out, self.draft = out, draft
         self.to_nnx = options.to == "nnx"
         self.texts = {leaf.path: text for text, leaf in own.leaves.items()}
         self.made_of: dict[Path, str] = {}
+        self.former_empty: dict[Path, str] = {}
 
     def run(self) -> None:
         self._take_differences()
@@ -493,7 +527,9 @@ class _Migration:
         """The correspondence's, but for dtypes that may be cast."""
         trees, draft = self.draft.trees, self.draft
         draft.differences += [
-            d for d in trees.differences if not (d.what == "dtype" and self.options.cast)
+            d
+            for d in trees.differences
+            if not (d.what == "dtype" and self.options.cast)
         ]
         ignored = trees.ignored.get(self.source.side, ())
         draft.ignored += [
@@ -559,7 +595,9 @@ class _Migration:
         if all(jnp.issubdtype(x, jnp.floating) for pair in pairs for x in pair):
             return have, want
         self.draft.differ(
-            ", ".join(texts), "dtype", f"{have} is not rounded to {want}: only floats are"
+            ", ".join(texts),
+            "dtype",
+            f"{have} is not rounded to {want}: only floats are",
         )
         return None
 
@@ -655,7 +693,12 @@ class _Migration:
             if any(path[: len(root)] == root for root in roots):
                 if path[-1] not in OBJECT_NODES:
                     lost.append(path)
-            elif not self._drops_empty(path):
+                continue
+            # Only orbax tells an empty state from an empty dict, and calls it so.
+            if self.source.store.format != "orbax" and self._is_state(path):
+                what = "None"
+            self.former_empty[self.places.former(path)] = what
+            if not (self.places.own_optimizer and self._is_state(path)):
                 self.draft.empty[self._empty_place(path)] = what
         if lost:
             self.draft.notes.append(
@@ -671,12 +714,10 @@ class _Migration:
             if path not in taken and not _holds(path, taken)
         }
 
-    def _drops_empty(self, path: Path) -> bool:
-        """Whether it is a state that an `nnx.Optimizer` does not keep."""
-        place = self.places.beside(path)
-        inside = place[len(self.source.outer) :]
-        own = self.to_nnx and self.options.optimizer == "nnx"
-        return own and inside[:1] == ("optimizer",)
+    def _is_state(self, path: Path) -> bool:
+        """Whether it is a part of an optimizer's state."""
+        outer = len(self.source.outer)
+        return len(path) > outer and str(path[outer]) in OPTIMIZER
 
     def _empty_place(self, path: Path) -> Path:
         for follower in self.draft.followers:
@@ -691,7 +732,7 @@ class _Migration:
     def _fill_gaps(self) -> None:
         """An `nnx.Optimizer` drops empty states, and a tuple needs them."""
         draft = self.draft
-        for path, what in self.places.former_empty().items():
+        for path, what in self.origin.empty.items():
             draft.empty.setdefault(path, what)
         indices: dict[Path, set[int]] = {}
         for path in (*draft.leaves, *draft.empty):
@@ -753,25 +794,29 @@ def _holds(path: Path, leaves: Iterable[Path]) -> bool:
     return any(leaf[: len(path)] == path for leaf in leaves)
 
 
-def _origin(source: Source, own: OwnTree, draft: Draft) -> Origin:
+def _origin(
+    source: Source, own: OwnTree, draft: Draft, empty: Mapping[Path, str]
+) -> Origin:
     """How the source is laid out, for the way back."""
     collections = {
         name_of(parse_text(text)[1]): parse_text(entry.linen[0])[0]
         for entry in draft.trees.entries
         for text in entry.nnx
     }
+    shapes = {leaf.text: leaf.shape for leaf in own.tree.leaves}
+    known = [
+        guessed.known_from(entry, [shapes[text] for text in entry.linen])
+        for entry in draft.trees.entries
+    ]
     return Origin(
         name_of(source.params),
         {name: found for name, found in collections.items() if found != PARAMS},
+        tuple(entry for entry in known if entry is not None),
         frozenset(
             text
             for text, leaf in own.leaves.items()
             if any(leaf.path[:i] in source.boxed for i in range(len(leaf.path) + 1))
         ),
-        {
-            path: what
-            for path, what in source.store.empty.items()
-            if not any(path[: len(root)] == root for root in source.roots.values())
-        },
+        empty,
         source.mirrors != source.params,
     )
