@@ -1,0 +1,132 @@
+"""The command `parity convert`: what it says, what it refuses, and that it is one."""
+
+import io
+import json
+import pathlib
+
+import pytest
+import rich.console
+
+import parity.__main__
+from tests.shared.checkpoint.checkpoints import copy_golden
+from tests.shared.checkpoint.maxtext_files import config_of
+
+GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
+GOLDEN = GOLDENS / "qwen3_next_6l"
+MAXTEXT = GOLDENS.parent / "maxtext"
+
+
+def main(*argv):
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=400)
+    status = parity.__main__.main(["convert", *map(str, argv)], console)
+    return status, out.getvalue()
+
+
+def equal(left, right):
+    console = rich.console.Console(file=io.StringIO())
+    return parity.__main__.main(["diff", str(left), str(right)], console) == 0
+
+
+def test_there_and_back(tmp_path):
+    status, out = main(GOLDEN, tmp_path / "zoo")
+    assert status == 0
+    assert f"source: hf: 230 tensors of parameters: {GOLDEN}" in out
+    assert f"wrote zoo: 53 leaves, 754,176 bytes: {tmp_path / 'zoo'}" in out
+    status, out = main(tmp_path / "zoo", tmp_path / "hf", f"--json={tmp_path / 'j'}")
+    assert status == 0 and "wrote hf: 230 leaves" in out
+    assert equal(GOLDEN, tmp_path / "hf")
+    data = json.loads((tmp_path / "j").read_text())
+    assert (data["from"], data["to"], data["bytes"]) == ("zoo", "hf", 754_176)
+    assert all(len(leaf["sha256"]) == 64 for leaf in data["leaves"])
+
+
+def test_a_chain_through_every_format(tmp_path):
+    """Each format is read again, and the last is the first."""
+    steps = [
+        ("--to=zoo", "--noscan_layers"),
+        ("--to=maxtext",),
+        ("--to=maxtext", "--maxtext_layout=unscanned"),
+        ("--to=zoo", "--param_scan_axis=1", "--vocab_padding=3"),
+        ("--to=hf", "--experts=fused", "--spelling=published", "--shard_bytes=9999"),
+        ("--to=hf", "--experts=separate"),
+    ]
+    source = GOLDENS / "qwen3_next_8l"
+    for i, flags in enumerate(steps):
+        status, out = main(source, tmp_path / str(i), *flags)
+        assert status == 0, out
+        source = tmp_path / str(i)
+    assert equal(GOLDENS / "qwen3_next_8l", source)
+    assert len(list((tmp_path / "4").glob("*.safetensors"))) > 10
+
+
+def test_the_older_layout_of_maxtext_is_upgraded(tmp_path):
+    """MaxText's own files: old_layout is scanned8 in its tree of today."""
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps(config_of(8).to_hf()))
+    old = MAXTEXT / "old_layout_params.npz"
+    status, out = main(old, tmp_path / "new", "--to=maxtext", f"--config={config}")
+    assert status == 0 and "MaxText, flat, param_scan_axis=1" in out
+    console = rich.console.Console(file=io.StringIO())
+    left = ["diff", str(tmp_path / "new"), str(MAXTEXT / "scanned8_params.npz")]
+    assert parity.__main__.main([*left, "--left_prefix=params/params"], console) == 0
+
+
+def test_a_dry_run_writes_nothing(tmp_path):
+    status, out = main(GOLDEN, tmp_path / "zoo", "--dry_run", "--cast=bfloat16")
+    assert status == 0
+    assert "would write zoo: 53 leaves, 377,168 bytes" in out
+    assert "cast: 220 tensors from float32 to bfloat16, so not the same bytes" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+BAD = [
+    (["only one"], "Give a source and a destination. Got 1."),
+    (["none", "new"], "There is no none. Give a checkpoint."),
+    ([GOLDEN, "new", "--to=vllm", "--carry"], "--carry is for --to=hf or zoo"),
+    ([GOLDEN, "new", "--experts=fused"], "--experts is for --to=hf. Got --to=zoo."),
+    ([GOLDEN, "new", "--config=qwen3-next-tiny"], "another config cannot be given"),
+    ([GOLDEN, "new", "--from=zoo"], "is said to be zoo, but it is hf"),
+    ([GOLDEN, "new", "--to=nnx"], "value should be one of <zoo|hf|maxtext|vllm>"),
+    ([GOLDEN, "new", "--scan_period=3"], "scan_period=3 contradicts the layers"),
+    ([GOLDEN, "new", "--process=1"], "Give --coordinator, --processes and --process"),
+    (
+        [GOLDEN, "new", "--coordinator=x:1", "--processes=2", "--process=2"],
+        "--process=2 is none of 0 to 1",
+    ),
+    ([MAXTEXT / "scanned_orbax", "new"], "does not say which model it is of"),
+    (
+        [MAXTEXT / "scanned_orbax", "new", "--config=qwen3-next-8l-tiny"],
+        "the shapes contradict the config",
+    ),
+]
+
+
+@pytest.mark.parametrize("argv, message", BAD)
+def test_bad_input_is_told(argv, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out = main(*argv)
+    assert status == 2 and message in out, out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_left_alone(tmp_path):
+    (tmp_path / "mine.txt").write_text("mine")
+    status, out = main(GOLDEN, tmp_path)
+    assert status == 2 and "It has mine.txt. Give a new or an empty folder" in out
+    status, out = main(GOLDEN, tmp_path / "mine.txt")
+    assert status == 2 and "It is a file" in out
+    assert (tmp_path / "mine.txt").read_text() == "mine"
+
+
+def test_missing_and_unexpected_tensors_are_listed_together(tmp_path):
+    golden = copy_golden("qwen3_next_8l/sharded", tmp_path / "hf")
+    index = golden / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    file = data["weight_map"].pop("model.norm.weight")
+    data["weight_map"]["model.layers.0.nobody.weight"] = file
+    index.write_text(json.dumps(data))
+    status, out = main(golden, tmp_path / "zoo")
+    assert status == 2 and "model.layers.0.nobody.weight is not in" in out
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
