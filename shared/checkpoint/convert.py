@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import os
 import pathlib
-import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +23,7 @@ from shared.layers import decoder, decoder_layer
 from shared.params import ParamSpec
 from shared.stores import CheckpointError, Leaf, Path, digest
 from shared.stores.folders import new_folder, sync, write_json
+from shared.stores.kv_path import is_url
 from shared.stores.safetensors import Reader
 from shared.stores.safetensors_writer import Progress, write_folder
 from shared.trees import flatten, path_text
@@ -227,6 +227,11 @@ def convert(
         back is not what was written.
     """
     source = plan.source
+    if is_url(folder) and (processes or plan.target.format in ("hf", "vllm")):
+        raise CheckpointError(
+            f"{folder}: to a URL one process writes zoo or maxtext: write to a disk "
+            "and copy it."
+        )
     if processes is not None and plan.target.format in ("hf", "vllm"):
         raise CheckpointError(
             f"Several processes write zoo and maxtext, not {plan.target.format}: "
@@ -284,8 +289,10 @@ def _manifest(plan: Plan, records: Mapping[str, Any]) -> Manifest:
     return model_manifest(plan.config, records, **fields)
 
 
-def _fingerprint(plan: Plan) -> dict[str, Any]:
+def _fingerprint(plan: Plan) -> dict[str, Any] | None:
     """Of all that the result depends on: the source's files, and what is asked for."""
+    if is_url(plan.source.path):
+        return None
     root = pathlib.Path(plan.source.path)
     paths = sorted(root.rglob("*")) if root.is_dir() else [root]
     stats = [(path, path.stat()) for path in paths if path.is_file()]
@@ -320,7 +327,7 @@ def _write_safetensors(
                     "written: check the disk."
                 )
         for file in plan.source.files:
-            shutil.copyfile(file, partial / file.name)
+            (partial / file.name).write_bytes(file.read_bytes())
         for path in partial.iterdir():
             sync(path)
     return digests

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shared.checkpoint import hf_config
 from shared.config import DecoderConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, digest, path_text
-from shared.stores.folders import read_json, write_json
+from shared.stores.folders import Folder, read_json, write_json
 
 FILE = "manifest.json"
 VERSION = 1
@@ -103,7 +102,7 @@ def record(leaf: Leaf, sha256: str, note: str = "") -> LeafRecord:
     return LeafRecord(leaf.shape, leaf.type_name, sha256, note)
 
 
-def write_manifest(folder: pathlib.Path, manifest: Manifest) -> None:
+def write_manifest(folder: Folder, manifest: Manifest) -> None:
     """Writes it into a folder."""
     write_json(folder / FILE, {"version": VERSION, **as_dict(manifest)})
 
@@ -125,7 +124,7 @@ def _as_dict(known: LeafRecord) -> dict[str, Any]:
     return data
 
 
-def find_manifest(folder: pathlib.Path) -> Manifest | None:
+def find_manifest(folder: Folder) -> Manifest | None:
     """The manifest of a checkpoint; None: it has none.
 
     Raises:

@@ -13,7 +13,6 @@ import concurrent.futures
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +33,15 @@ from shared.config import DecoderConfig
 from shared.layers import decoder
 from shared.plan import insert
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
-from shared.stores.folders import OtherRunError, new_folder, sync
+from shared.stores.folders import (
+    Folder,
+    OtherRunError,
+    as_folder,
+    new_folder,
+    new_remote,
+    sync,
+)
+from shared.stores.kv_path import KvPath, is_url
 from shared.stores.orbax_writer import (
     Progress,
     check_names,
@@ -145,9 +152,7 @@ def open_checkpoint(
     """
     store = open_store(folder, step)
     # A step's lies beside its tree.
-    manifest = find_manifest(pathlib.Path(store.path))
-    if manifest is None:
-        manifest = find_manifest(pathlib.Path(folder))
+    manifest = find_manifest(as_folder(store.path)) or find_manifest(as_folder(folder))
     if manifest is None:
         raise CheckpointError(
             f"{folder} has no manifest.json, so it is no checkpoint of ours: convert "
@@ -165,7 +170,7 @@ def write_checkpoint(
     empty: Mapping[Path, str] | None = None,
     fingerprint: Mapping[str, Any] | None = None,
     item: str = "",
-    files: Sequence[pathlib.Path] = (),
+    files: Sequence[Folder] = (),
     progress: Progress | None = None,
 ) -> Manifest:
     """Writes leaves one after the other, reads them back, and then shows the folder.
@@ -174,7 +179,8 @@ def write_checkpoint(
     the next run with the same fingerprint goes on where it was.
 
     Args:
-      folder: new or empty.
+      folder: new or empty; or a URL (gs://, s3://, ...), where a run that was killed
+        leaves a marker instead.
       leaves: by path; a chunk of one is in memory.
       describe: gives the manifest when the digests are known.
       empty: nodes without leaves, as in `Store.empty`.
@@ -189,6 +195,17 @@ def write_checkpoint(
         is not what was written.
     """
     check_names(leaves)
+    if is_url(folder):
+        remote = KvPath(str(folder))
+        with new_remote(remote):
+            tree: Folder = remote / item
+            found = {
+                path_text(path): record(leaf, write_array(tree, path, leaf, progress))
+                for path, leaf in leaves.items()
+            }
+            return _finish(
+                remote, tree, leaves, empty or {}, describe(found), files, progress
+            )
     target = pathlib.Path(folder).absolute()
     with new_folder(target, resume=fingerprint is not None) as partial:
         journal = _Journal.open(partial, fingerprint)
@@ -204,18 +221,32 @@ def write_checkpoint(
                 synced.append(threads.submit(sync_array, tree, path))
         for done in synced:
             done.result()
-        write_tree_file(tree, leaves, empty or {})
         records = {path_text(path): journal.records[path_text(path)] for path in leaves}
-        manifest = describe(records)
-        write_manifest(partial, manifest)
-        written = open_store(partial, partial=True)
-        check_digests(written, manifest, progress)
-        for file in files:
-            shutil.copyfile(file, partial / file.name)
+        manifest = _finish(
+            partial, tree, leaves, empty or {}, describe(records), files, progress
+        )
         for file in (*partial.iterdir(), *tree.iterdir()):
             if file.is_file():
                 sync(file)
-        (partial / _JOURNAL).unlink()
+        journal.file.unlink()
+    return manifest
+
+
+def _finish(
+    folder: Folder,
+    tree: Folder,
+    leaves: Mapping[Path, Leaf],
+    empty: Mapping[Path, str],
+    manifest: Manifest,
+    files: Sequence[Folder],
+    progress: Progress | None,
+) -> Manifest:
+    """Makes a checkpoint of arrays that are written, and reads them back."""
+    write_tree_file(tree, leaves, empty)
+    check_digests(open_store(str(folder), partial=True), manifest, progress)
+    for file in files:
+        (folder / file.name).write_bytes(file.read_bytes())
+    write_manifest(folder, manifest)
     return manifest
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import pathlib
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -18,7 +17,13 @@ import numpy as np
 
 from shared.checkpoint.manifest import LeafRecord, Manifest, record, write_manifest
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
-from shared.stores.folders import new_folder, partial_folder, read_json, write_json
+from shared.stores.folders import (
+    Folder,
+    new_folder,
+    partial_folder,
+    read_json,
+    write_json,
+)
 from shared.stores.orbax_writer import (
     BLOCK_BYTES,
     WHOLE,
@@ -56,7 +61,7 @@ def write_sharded(
     *,
     empty: Mapping[Path, str] | None = None,
     item: str = "",
-    files: Sequence[pathlib.Path] = (),
+    files: Sequence[Folder] = (),
     check: Callable[[], Any] = lambda: None,
     progress: Progress | None = None,
 ) -> Manifest | None:
@@ -227,7 +232,7 @@ class _Work:
         stack: ExitStack,
         describe: Callable[[Mapping[str, LeafRecord]], Manifest],
         empty: Mapping[Path, str],
-        files: Sequence[pathlib.Path],
+        files: Sequence[Folder],
     ) -> Manifest:
         """Writes the manifest and gives the folder its name."""
         found: dict[str, str] = {}
@@ -244,7 +249,7 @@ class _Work:
             for what in ("written", "read"):
                 self._digests(what, number).unlink()
         for file in files:
-            shutil.copyfile(file, self._partial / file.name)
+            (self._partial / file.name).write_bytes(file.read_bytes())
         stack.close()  # renames
         return manifest
 

@@ -17,7 +17,7 @@ from shared.checkpoint.manifest import Manifest, check_leaves, find_manifest
 from shared.checkpoint.scheme import Scheme, Shape, zoo_scheme
 from shared.config import DecoderConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
-from shared.stores.folders import read_json
+from shared.stores.folders import Folder, as_folder, read_json
 from shared.stores.safetensors import Reader
 
 FORMATS = ("zoo", "hf", "maxtext")
@@ -69,7 +69,7 @@ class Source:
     rest: Mapping[Path, Leaf] = dataclasses.field(default_factory=dict)
     empty: Mapping[Path, str] = dataclasses.field(default_factory=dict)
     carried: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
-    files: tuple[pathlib.Path, ...] = ()
+    files: tuple[Folder, ...] = ()
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     manifest: Manifest | None = None
     store: Store | None = None
@@ -100,7 +100,7 @@ def open_source(
       CheckpointError: there is nothing that we know; it is damaged or incomplete; or
         what is given contradicts it.
     """
-    folder = pathlib.Path(path)
+    folder = as_folder(path)
     if not folder.exists():
         raise CheckpointError(f"There is no {path}. Give a checkpoint.")
     given = {name: value for name, value in layout.items() if value is not None}
@@ -114,11 +114,9 @@ def open_source(
             raise CheckpointError(
                 f"{path} has a config.json: another config cannot be given."
             )
-        return _open_hf(folder)
-    store = open_store(folder, step)
-    manifest = find_manifest(pathlib.Path(store.path))
-    if manifest is None:
-        manifest = find_manifest(folder)
+        return _open_hf(pathlib.Path(path))
+    store = open_store(path, step)
+    manifest = find_manifest(as_folder(store.path)) or find_manifest(folder)
     if manifest is not None and manifest.tree == "zoo":
         return _open_ours(folder, store, manifest, config, given)
     if manifest is not None and manifest.tree == "maxtext":
@@ -135,7 +133,7 @@ def open_source(
     return _open_tree(store, config, given)
 
 
-def _detect_format(folder: pathlib.Path) -> str | None:
+def _detect_format(folder: Folder) -> str | None:
     """What a folder's files say; None: the tree has to be looked at."""
     if not folder.is_dir():
         return None
@@ -171,7 +169,6 @@ def _open_hf(folder: pathlib.Path) -> Source:
         "fused_experts": fused,
         "tied_copy": tied_copy,
     }
-    files = sorted({file for name in _FILES for file in folder.glob(name)})
     return Source(
         path=str(folder),
         format="hf",
@@ -179,14 +176,14 @@ def _open_hf(folder: pathlib.Path) -> Source:
         scheme=hf_names.scheme(config, wanted),
         tensors={tensor.name: reader.leaf(tensor.name) for tensor in wanted},
         carried={name: reader.leaf(name) for name in carried},
-        files=tuple(file for file in files if file.is_file()),
+        files=_files(folder),
         origin=origin,
         notes=tuple(f"ignored, not in the index: {name}" for name in reader.stray),
     )
 
 
 def _open_ours(
-    folder: pathlib.Path,
+    folder: Folder,
     store: Store,
     manifest: Manifest,
     config: DecoderConfig | None,
@@ -198,20 +195,25 @@ def _open_ours(
     source = _split(store, zoo_scheme(own), own, ("params",))
     names = [path for path in source.rest if path[0] == CARRIED]
     carried = {".".join(map(str, path[1:])): source.rest[path] for path in names}
-    files = sorted({file for name in _FILES for file in folder.glob(name)})
     return dataclasses.replace(
         source,
         rest={p: leaf for p, leaf in source.rest.items() if p not in names},
         carried=carried,
-        files=tuple(file for file in files if file.is_file()),
+        files=_files(folder),
         origin=manifest.origin,
         manifest=manifest,
         store=store,
     )
 
 
+def _files(folder: Folder) -> tuple[Folder, ...]:
+    """What lies beside the weights and belongs to the model."""
+    found = {file.name: file for name in _FILES for file in folder.glob(name)}
+    return tuple(found[name] for name in sorted(found) if found[name].is_file())
+
+
 def _check_given(
-    folder: pathlib.Path,
+    folder: Folder,
     own: DecoderConfig,
     config: DecoderConfig | None,
     given: Mapping[str, Any],

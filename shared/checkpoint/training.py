@@ -56,7 +56,8 @@ from shared.trees import check_same_paths, flatten
 
 ITEM = "default"  # as orbax calls the only tree of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
-_DAY = 24 * 60 * 60  # seconds; orbax gives up a slower save
+# Seconds after which orbax gives a save up, and processes wait for another no longer.
+_PATIENCE, _PATIENCE_TOGETHER = 24 * 60 * 60, 60 * 60
 
 
 class Manager:
@@ -98,15 +99,15 @@ class Manager:
         self._folder = pathlib.Path(folder).absolute()
         self._config, self._every = config, every
         self._swept = False
-        self._manager = ocp.CheckpointManager(
-            self._folder,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=keep,
-                async_options=ocp.AsyncOptions(
-                    timeout_secs=_DAY, create_directories_asynchronously=False
-                ),
-            ),
+        together = jax.process_count() > 1
+        waiting = ocp.AsyncOptions(
+            timeout_secs=_PATIENCE_TOGETHER if together else _PATIENCE,
+            create_directories_asynchronously=False,
         )
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=keep, async_options=waiting
+        )
+        self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def __enter__(self) -> Manager:
         return self

@@ -12,10 +12,19 @@ import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shared.stores.kv_path import KvPath, is_url
 from shared.stores.store import CheckpointError, some
 
+Folder = pathlib.Path | KvPath
+UNFINISHED = "unfinished.txt"  # marks what has no name of its own until it is whole
 
-def contents(folder: pathlib.Path) -> str:
+
+def as_folder(path: str | os.PathLike[str]) -> Folder:
+    """A local path, or one of a URL."""
+    return KvPath(str(path)) if is_url(path) else pathlib.Path(path)
+
+
+def contents(folder: Folder) -> str:
     """What is in a folder, as a sentence."""
     if not folder.exists():
         return "There is no such folder."
@@ -25,7 +34,7 @@ def contents(folder: pathlib.Path) -> str:
     return f"It has {some(names, 8)}." if names else "It is empty."
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
+def read_json(path: Folder) -> dict[str, Any]:
     """The JSON object in a file.
 
     Raises:
@@ -60,7 +69,7 @@ def read_json(path: pathlib.Path) -> dict[str, Any]:
     return data
 
 
-def write_json(path: pathlib.Path, data: Mapping[str, Any]) -> None:
+def write_json(path: Folder, data: Mapping[str, Any]) -> None:
     """Writes JSON as the Hugging Face libraries do: indented, sorted."""
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", "utf-8")
 
@@ -112,6 +121,29 @@ def new_folder(folder: pathlib.Path, *, resume: bool = False) -> Iterator[pathli
             if not isinstance(error, OtherRunError) and (bad_input or not resume):
                 shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+@contextlib.contextmanager
+def new_remote(folder: KvPath) -> Iterator[None]:
+    """What is written meanwhile counts as unfinished, and is removed if it fails.
+
+    Raises:
+      CheckpointError: there is something under this name that is not unfinished.
+    """
+    marker = folder / UNFINISHED
+    if folder.is_dir() and not marker.is_file():
+        names = sorted(path.name for path in folder.iterdir())
+        raise CheckpointError(
+            f"{folder} exists. It has {some(names, 8)}. Give another name."
+        )
+    folder.clear()
+    marker.write_text("This checkpoint is being written, or its writer was killed.\n")
+    try:
+        yield
+    except BaseException:
+        folder.clear()
+        raise
+    marker.unlink()
 
 
 @contextlib.contextmanager

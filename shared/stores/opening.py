@@ -6,7 +6,8 @@ import os
 import pathlib
 
 from shared.stores import msgpack, npz, orbax, safetensors
-from shared.stores.folders import is_partial
+from shared.stores.folders import UNFINISHED, is_partial
+from shared.stores.kv_path import KvPath, is_url
 from shared.stores.store import CheckpointError, Store, some
 
 _KNOWN = (
@@ -30,13 +31,15 @@ def open_store(
     """Opens a checkpoint of any format; nothing but its headers is read.
 
     Args:
-      path: a folder or a file.
+      path: a folder or a file; of orbax also a URL (gs://, s3://, ...).
       step: of a checkpoint manager's folder; None: the latest.
       partial: also what is still being written.
 
     Raises:
       CheckpointError: there is nothing that we know, or it is damaged.
     """
+    if is_url(path):
+        return _open_remote(KvPath(str(path)), step, partial)
     where = pathlib.Path(path).absolute()
     if not partial and any(map(is_partial, (where, *where.parents))):
         raise CheckpointError(
@@ -59,6 +62,19 @@ def open_store(
         return msgpack.open_file(where)
     size = where.stat().st_size
     raise CheckpointError(f"{path} ({size} bytes) is no checkpoint. Give {_KNOWN}.")
+
+
+def _open_remote(folder: KvPath, step: int | None, partial: bool) -> Store:
+    if (folder / UNFINISHED).is_file() and not partial:
+        raise CheckpointError(
+            f"{folder} was not finished when it was written: run what wrote it again."
+        )
+    if not orbax.is_orbax(folder):
+        raise CheckpointError(
+            f"{folder} is no checkpoint of orbax, the only format that is read from "
+            "URLs: copy it to a disk."
+        )
+    return orbax.open_folder(folder, step)
 
 
 def _open_folder(folder: pathlib.Path, step: int | None) -> Store:

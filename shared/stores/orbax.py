@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import json
 import math
-import pathlib
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.stores.folders import Folder
+from shared.stores.kv_path import KvPath, context
 from shared.stores.store import (
     CheckpointError,
     Leaf,
@@ -44,7 +45,7 @@ _CACHE_BYTES = 32 * 2**20  # of chunks kept decoded, for all arrays of a tree
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
-def is_orbax(folder: pathlib.Path) -> bool:
+def is_orbax(folder: Folder) -> bool:
     """Whether there is a tree, a checkpoint or steps of a manager."""
     return (
         (folder / _TREE).is_file()
@@ -53,7 +54,7 @@ def is_orbax(folder: pathlib.Path) -> bool:
     )
 
 
-def open_folder(folder: pathlib.Path, step: int | None = None) -> Store:
+def open_folder(folder: Folder, step: int | None = None) -> Store:
     """A tree, or the only tree of a checkpoint, or that of a manager's step.
 
     Args:
@@ -86,9 +87,7 @@ def open_folder(folder: pathlib.Path, step: int | None = None) -> Store:
     )
 
 
-def _open_step(
-    folder: pathlib.Path, steps: Mapping[int, pathlib.Path], step: int | None
-) -> Store:
+def _open_step(folder: Folder, steps: Mapping[int, Any], step: int | None) -> Store:
     chosen = max(steps) if step is None else step
     if chosen not in steps:
         known = some([str(number) for number in sorted(steps)], 8)
@@ -101,7 +100,7 @@ def _open_step(
     return dataclasses.replace(store, notes=(note, *store.notes), step=chosen)
 
 
-def _steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
+def _steps(folder: Folder) -> dict[int, Any]:
     found = {}
     for path in folder.iterdir():
         match = re.fullmatch(r"(?:[^.]*_)?(\d+)", path.name)
@@ -110,14 +109,14 @@ def _steps(folder: pathlib.Path) -> dict[int, pathlib.Path]:
     return found
 
 
-def _items(folder: pathlib.Path) -> list[str]:
+def _items(folder: Folder) -> list[str]:
     paths = [path.parent for path in folder.glob(f"*/{_TREE}")]
     names = [p.name for p in paths if _UNFINISHED not in p.name]
     # A manager's folder may hold its steps' trees directly.
     return sorted(name for name in names if not re.fullmatch(r"(.*_)?\d+", name))
 
 
-def _open_tree(folder: pathlib.Path) -> Store:
+def _open_tree(folder: Folder) -> Store:
     metadata = _read_json(folder / _TREE)
     try:
         nodes = [
@@ -164,7 +163,7 @@ def _path(keys: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any]:
+def _read_json(path: Folder) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text("utf-8"))
     except ValueError as error:
@@ -181,7 +180,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 class _Arrays:
     """The arrays of one tree, by name."""
 
-    def __init__(self, folder: pathlib.Path, metadata: Mapping[str, Any]):
+    def __init__(self, folder: Folder, metadata: Mapping[str, Any]):
         try:
             import tensorstore
         except ImportError as error:
@@ -196,7 +195,7 @@ class _Arrays:
         # Where also zeros are written, a chunk that is not there has been lost.
         self._complete = metadata.get("store_array_data_equal_to_fill_value", False)
         cache = {"cache_pool": {"total_bytes_limit": _CACHE_BYTES}}
-        self._context = tensorstore.Context({**cache, **FEW_THREADS})
+        self._context = context(**cache, **FEW_THREADS)
         self._opened: dict[str, Any] = {}
         self._kinds = dict(_kinds(folder))
         self._texts: dict[str, Any] | None = None
@@ -217,7 +216,7 @@ class _Arrays:
             yield functools.partial(_read_part, self._array(name))
             return
         cache = {"cache_pool": {"total_bytes_limit": limit + 2**20}}
-        array = self._open(name, self._tensorstore.Context({**cache, **FEW_THREADS}))
+        array = self._open(name, context(**cache, **FEW_THREADS))
         yield functools.partial(_read_part, array)
 
     def _array(self, name: str) -> Any:
@@ -233,14 +232,14 @@ class _Arrays:
         return self._texts[name]
 
     def _open(self, name: str, context: Any) -> Any:
-        kvstore: dict[str, Any] = {"driver": "file", "path": f"{self._folder}/"}
         if self._one_file:
-            kvstore = {"driver": "ocdbt", "base": kvstore, "path": f"{name}/"}
+            base = kvstore(self._folder)
+            store: Any = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
         else:
-            kvstore["path"] += f"{name}/"
+            store = kvstore(self._folder / name)
         spec = {
             "driver": self._driver,
-            "kvstore": kvstore,
+            "kvstore": store,
             "recheck_cached_data": False,
             "fill_missing_data_reads": not self._complete,
         }
@@ -260,7 +259,14 @@ def _read_part(array: Any, part: Part) -> np.ndarray:
     return np.asarray(array[part].read().result())
 
 
-def _kinds(folder: pathlib.Path) -> Iterator[tuple[str, str]]:
+def kvstore(folder: Folder) -> Any:
+    """What tensorstore opens an array in a folder with."""
+    if isinstance(folder, KvPath):
+        return folder.kvstore
+    return {"driver": "file", "path": f"{folder}/"}
+
+
+def _kinds(folder: Folder) -> Iterator[tuple[str, str]]:
     for file in (folder / "array_metadatas").glob("process_*"):
         for entry in _read_json(file).get("array_metadatas", []):
             array = entry.get("array_metadata", {})

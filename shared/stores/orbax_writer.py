@@ -9,18 +9,19 @@ from __future__ import annotations
 
 import base64
 import collections
+import contextlib
 import hashlib
 import json
 import math
-import pathlib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorstore
 
-from shared.stores.folders import sync
-from shared.stores.orbax import FEW_THREADS
+from shared.stores.folders import Folder, sync
+from shared.stores.kv_path import KvPath, context
+from shared.stores.orbax import FEW_THREADS, kvstore
 from shared.stores.reading import read_ahead, reading
 from shared.stores.store import (
     CheckpointError,
@@ -53,7 +54,7 @@ WHOLE = Share(0, 1)
 
 
 def write_array(
-    folder: pathlib.Path,
+    folder: Folder,
     path: Path,
     leaf: Leaf,
     progress: Progress | None = None,
@@ -90,7 +91,7 @@ def write_array(
     return found.hexdigest()
 
 
-def create_array(folder: pathlib.Path, path: Path, leaf: Leaf) -> None:
+def create_array(folder: Folder, path: Path, leaf: Leaf) -> None:
     """Makes an array of which several processes then write shares."""
     if leaf.dtype.kind != "U":
         _create(folder / array_name(path), leaf, _chunks(leaf)[0])
@@ -104,7 +105,7 @@ def parts_of(leaf: Leaf, share: Share) -> list[Part]:
 
 
 def write_pieces(
-    folder: pathlib.Path, path: Path, leaf: Leaf, shard: tuple[int, ...]
+    folder: Folder, path: Path, leaf: Leaf, shard: tuple[int, ...]
 ) -> None:
     """Writes the pieces of a leaf that this process has; others write theirs.
 
@@ -147,10 +148,14 @@ def _chunks(leaf: Leaf) -> tuple[tuple[int, ...], int]:
     return small, limit
 
 
-def sync_array(folder: pathlib.Path, path: Path) -> None:
+def sync_array(folder: Folder, path: Path) -> None:
     """Has the disk keep an array that was written."""
+    if isinstance(folder, KvPath):
+        return
     for file in (folder / array_name(path)).rglob("*"):
-        sync(file)
+        # Another process that writes its pieces has locks there for a moment.
+        with contextlib.suppress(FileNotFoundError):
+            sync(file)
 
 
 def _digest_text(leaf: Leaf) -> str:
@@ -160,11 +165,11 @@ def _digest_text(leaf: Leaf) -> str:
 
 
 def _create(
-    folder: pathlib.Path, leaf: Leaf, chunk: tuple[int, ...], *, new: bool = True
+    folder: Folder, leaf: Leaf, chunk: tuple[int, ...], *, new: bool = True
 ) -> Any:
     spec = {
         "driver": "zarr",
-        "kvstore": {"driver": "file", "path": f"{folder}/"},
+        "kvstore": kvstore(folder),
         "metadata": {
             "shape": leaf.shape,
             "chunks": [max(1, n) for n in chunk],
@@ -173,15 +178,16 @@ def _create(
         "dtype": leaf.dtype.name,
         "store_data_equal_to_fill_value": True,
     }
-    context = _NO_SYNC if new else None
+    how = _NO_SYNC if new else _SYNC
     opening = tensorstore.open(
-        spec, create=True, open=not new, delete_existing=new, context=context
+        spec, create=True, open=not new, delete_existing=new, context=how
     )
     return opening.result()
 
 
 # A chunk is a file: to wait for the disk at each takes longer than to write it.
-_NO_SYNC = tensorstore.Context({"file_io_sync": False, **FEW_THREADS})
+_NO_SYNC = context(file_io_sync=False, **FEW_THREADS)
+_SYNC = context()
 
 
 def array_name(path: Path) -> str:
@@ -190,7 +196,7 @@ def array_name(path: Path) -> str:
 
 
 def write_tree_file(
-    folder: pathlib.Path, leaves: Mapping[Path, Leaf], empty: Mapping[Path, str]
+    folder: Folder, leaves: Mapping[Path, Leaf], empty: Mapping[Path, str]
 ) -> None:
     """Writes what makes a folder of arrays a tree: orbax's metadata.
 
@@ -255,7 +261,7 @@ def _value_type(leaf: Leaf) -> str:
     return "jax.Array" if leaf.kind.startswith(_KEY) else "np.ndarray"
 
 
-def _write_arrays_file(folder: pathlib.Path, leaves: Mapping[Path, Leaf]) -> None:
+def _write_arrays_file(folder: Folder, leaves: Mapping[Path, Leaf]) -> None:
     """Says of which arrays the entries are PRNG keys."""
     keys = {
         array_name(path): leaf
@@ -286,7 +292,7 @@ def _write_arrays_file(folder: pathlib.Path, leaves: Mapping[Path, Leaf]) -> Non
     (folder / "_sharding").write_text(json.dumps(shardings), "utf-8")
 
 
-def _write_strings(folder: pathlib.Path, leaves: Mapping[Path, Leaf]) -> None:
+def _write_strings(folder: Folder, leaves: Mapping[Path, Leaf]) -> None:
     texts = {}
     for path, leaf in leaves.items():
         if leaf.dtype.kind == "U":
