@@ -13,6 +13,7 @@ import shared
 from parity import decoders, decoding, oracle
 from parity.decoders import Pair
 from parity.reporting.report import Report, Tier
+from shared.stores.orbax import is_orbax
 from shared.trees import flatten
 
 TIERS = ("tree", "init", "program", "bits", "decode", "oracle")
@@ -39,7 +40,8 @@ def check_target(
     """Checks a preset or a checkpoint folder.
 
     Args:
-      target: name of a preset, or a folder with a Hugging Face checkpoint.
+      target: name of a preset, or a folder with a Hugging Face checkpoint or one of
+        ours.
       tiers: of `TIERS`; None: all, with the oracle if `expect` is given.
       expect: golden file for the oracle.
       seed: of first values and inputs.
@@ -63,7 +65,7 @@ def check_target(
     params: Mapping[str, Any] | None = None
     if folder is not None and of_pair:
         # First: what is wrong with a checkpoint is said before anything compiles.
-        config, params = shared.checkpoint.load_hf(folder, **layout)
+        config, params = load(folder, **layout)
 
     results: list[Tier] = []
     pair = decoders.abstract_pair(config)
@@ -202,8 +204,34 @@ def resolve(
             f"{target!r} is neither a preset ({', '.join(shared.presets())}) nor a "
             "folder."
         )
-    config = shared.DecoderConfig.from_hf(folder)
+    if _is_hugging_face(folder):
+        config = shared.DecoderConfig.from_hf(folder)
+    else:
+        config = shared.checkpoint.open_checkpoint(folder)[1].decoder_config()
     return config.replace(**layout), folder
+
+
+def load(
+    folder: pathlib.Path, **layout: Any
+) -> tuple[shared.DecoderConfig, dict[str, Any]]:
+    """Config and parameters of a folder of Hugging Face's, or of a checkpoint of ours.
+
+    Args:
+      folder: of either.
+      **layout: fields of the config to set.
+
+    Raises:
+      CheckpointError: it is neither, or it is damaged.
+    """
+    if _is_hugging_face(folder):
+        return shared.checkpoint.load_hf(folder, **layout)
+    return shared.checkpoint.load(folder, **layout)
+
+
+def _is_hugging_face(folder: pathlib.Path) -> bool:
+    if (folder / "config.json").is_file():
+        return True
+    return not ((folder / "manifest.json").is_file() or is_orbax(folder))
 
 
 def _check_size(target: str, config: shared.DecoderConfig) -> None:

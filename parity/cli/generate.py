@@ -235,7 +235,7 @@ def _params(
     seed: int,
 ) -> Mapping[str, Any]:
     if folder is not None:
-        return shared.checkpoint.load_hf(folder, **layout)[1]
+        return zoo.load(folder, **layout)[1]
     size = zoo.parameter_bytes(config)
     if size > zoo.MOST_BYTES:
         raise UsageError(

@@ -138,7 +138,7 @@ def compare_target(
         _check_size(target, config)
     params = None
     if folder is not None and not abstract:
-        config, params = shared.checkpoint.load_hf(folder, **layout)
+        config, params = zoo.load(folder, **layout)
 
     pair, tokens = decoders.abstract_pair(config), _tokens(batch, length)
     rows, same = measure_programs(pair, tokens, functions, repeats)

@@ -36,7 +36,7 @@ import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -56,6 +56,7 @@ from shared.trees import check_same_paths, flatten
 
 ITEM = "default"  # as orbax calls the only tree of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_REMOVED = ".removed"  # where steps wait that are no longer kept
 # Seconds after which orbax gives a save up, and processes wait for another no longer.
 _PATIENCE, _PATIENCE_TOGETHER = 24 * 60 * 60, 60 * 60
 
@@ -68,9 +69,10 @@ class Manager:
     thread then takes the SHA-256 of every leaf and writes it, some 0.5 to 2 GB/s on one
     core, and lets go of the copy leaf by leaf.
 
-    A step is one rename: a process that is killed leaves no half of it, and older steps
-    are removed only when it is there. One process (or one program of several,
-    `jax.distributed`, on a file system that they share) writes into a folder at a time.
+    A step comes by a rename and goes by one, so that a process that is killed leaves no
+    half of it; older steps go when a later one is there, and their files with the next
+    save or `close`. One process (or one program of several, `jax.distributed`, on a
+    file system that they share) writes into a folder at a time.
 
     Several processes write their own shards of an array that none of them has whole.
     Such an array has no digest in the manifest, which says why.
@@ -105,7 +107,7 @@ class Manager:
             create_directories_asynchronously=False,
         )
         options = ocp.CheckpointManagerOptions(
-            max_to_keep=keep, async_options=waiting
+            max_to_keep=keep, todelete_subdir=_REMOVED, async_options=waiting
         )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
@@ -150,11 +152,11 @@ class Manager:
                 f"{self._folder} has step {latest}, and step {step} is not after it: "
                 "remove the later steps, or give another folder."
             )
-        self._sweep()
         manifest = functools.partial(
             model_manifest, self._config, source="training", origin={"step": step}
         )
-        self._manager.save(step, args=_Save(state, manifest), force=True)
+        args = _Save(state, manifest, self._rubbish())
+        self._manager.save(step, args=args, force=True)
         return True
 
     def wait(self) -> None:
@@ -183,6 +185,8 @@ class Manager:
             self.wait()
         finally:
             self._manager.close()
+            if jax.process_index() == 0:
+                shutil.rmtree(self._folder / _REMOVED, ignore_errors=True)
 
     def all_steps(self) -> list[int]:
         """The steps on the disk, in order; one still being written is none."""
@@ -263,13 +267,15 @@ class Manager:
             raise CheckpointError(f"{self._folder} has no step {step}. It has {steps}.")
         return self._folder / str(steps[-1] if step is None else step)
 
-    def _sweep(self) -> None:
-        """Before its first save, removes what a killed process has left."""
-        if self._swept or jax.process_index() != 0:
-            return
-        for path in self._folder.glob(f"*{_UNFINISHED}"):
-            shutil.rmtree(path)
-        self._swept = True
+    def _rubbish(self) -> list[pathlib.Path]:
+        """Steps that are no longer kept, and what killed or failed saves have left."""
+        if jax.process_index() != 0:
+            return []
+        found = [self._folder / _REMOVED]
+        if not self._swept:
+            found += self._folder.glob(f"*{_UNFINISHED}")
+            self._swept = True
+        return found
 
 
 # Saving.
@@ -286,6 +292,8 @@ class _Handler(ocp.AsyncCheckpointHandler):
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
         """Copies the state, and starts to write."""
         copies = snapshot.take(args.state)
+        for path in args.rubbish:
+            self._thread.submit(_remove, path, pathlib.Path(directory))
         folder = pathlib.Path(directory)
         return [self._thread.submit(snapshot.write, folder, copies, args.manifest)]
 
@@ -309,12 +317,19 @@ class _Handler(ocp.AsyncCheckpointHandler):
 class _Save(ocp.args.CheckpointArgs):
     state: Mapping[str, Any]
     manifest: Callable[[Mapping[str, LeafRecord]], Manifest]
+    rubbish: Sequence[pathlib.Path] = ()
 
 
 @ocp.args.register_with_handler(_Handler, for_restore=True)
 @dataclasses.dataclass
 class _Restore(ocp.args.CheckpointArgs):
     pass
+
+
+def _remove(path: pathlib.Path, new: pathlib.Path) -> None:
+    """Removes a folder, but not that in which the new step is written."""
+    if path not in new.parents:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _check_params(state: Mapping[str, Any], config: DecoderConfig) -> None:
