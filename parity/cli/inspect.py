@@ -5,14 +5,18 @@ parity inspect CHECKPOINT [flags]
 A checkpoint is what `parity diff` compares: an orbax folder, a folder or a file of
 safetensors, an npz or a Flax msgpack file. Only its metadata is read, unless digests
 are asked for: then every leaf is read once, a few MiB at a time. A digest is the
-SHA-256 of the entries in C order, little-endian; it does not depend on the format.
+SHA-256 of the entries in C order, little-endian; it does not depend on the format. Of a
+checkpoint of ours, layout and source are told, and digests are compared with those in
+its manifest.
 On a terminal it is a table, elsewhere a line a leaf. Names in safetensors files are not
 split at dots: there --prefix takes a whole name.
-Exit status 0: all of it can be read; 1: something in it cannot; 2: bad input.
+Exit status 0: all of it can be read; 1: something in it cannot, or is not what the
+manifest says; 2: bad input.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +24,19 @@ from typing import Any, Literal, NamedTuple
 
 import rich.console
 import rich.markup
-import rich.progress
 import rich.table
 from absl import flags
 
 from parity.cli import UsageError, check_files, define_step, say
+from parity.cli.progress import progress
+from shared.checkpoint.manifest import (
+    Manifest,
+    as_dict,
+    check_leaves,
+    find_manifest,
+)
 from shared.stores import Store, digest, open_store, path_text
+from shared.stores.folders import as_folder
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -41,13 +52,17 @@ def define_flags(values: flags.FlagValues) -> None:
 
 
 class Row(NamedTuple):
-    """What is known of a leaf; `digest` is None where it was not asked for."""
+    """What is known of a leaf; `digest` is None where it was not asked for.
+
+    `expected` is the digest in the manifest, if there is one.
+    """
 
     path: str
     type: str
     shape: tuple[int, ...]
     bytes: int
     digest: str | None
+    expected: str | None = None
 
 
 def run(
@@ -60,35 +75,60 @@ def run(
     store = open_store(arguments[0], options["step"])
     if options["step"] is not None and store.step is None:
         raise UsageError(f"--step={options['step']}: {store.path} has no steps.")
+    manifest = _manifest(store, arguments[0])
     if options["prefix"]:
         store = store.under(options["prefix"])
-    rows = list(_rows(store, options["digests"]))
+    rows = list(_rows(store, options, manifest))
+    changed = [
+        row for row in rows if row.digest and row.expected not in (None, row.digest)
+    ]
     if options["json"]:
-        text = json.dumps(_as_dict(store, rows), indent=2) + "\n"
+        text = json.dumps(_as_dict(store, rows, manifest), indent=2) + "\n"
         pathlib.Path(options["json"]).write_text(text, encoding="utf-8")
     _print(console, store, rows)
-    return 1 if store.refused else 0
+    if manifest is not None:
+        say(console, _layout(manifest))
+    for row in changed:
+        say(console, f"changed: {row.path}: the manifest says {row.expected}")
+    return 1 if store.refused or changed else 0
 
 
-def _rows(store: Store, digests: bool) -> Iterator[Row]:
-    sizes = {path: leaf.nbytes for path, leaf in store.leaves.items()}
-    columns = (
-        rich.progress.TextColumn("{task.description}"),
-        rich.progress.BarColumn(),
-        rich.progress.DownloadColumn(binary_units=True),
-        rich.progress.TransferSpeedColumn(),
-    )
-    err = rich.console.Console(stderr=True)
-    quiet = not (digests and err.is_terminal)
-    with rich.progress.Progress(*columns, console=err, disable=quiet) as bar:
-        task = bar.add_task("digests", total=sum(sizes.values()))
+def _manifest(store: Store, argument: str) -> Manifest | None:
+    """The manifest of a checkpoint, which is compared with what there is.
+
+    Raises:
+      CheckpointError: paths, shapes or dtypes differ.
+    """
+    found = find_manifest(as_folder(store.path)) or find_manifest(as_folder(argument))
+    if found is not None:
+        check_leaves(store, found)
+    return found
+
+
+def _layout(manifest: Manifest) -> str:
+    parts = [f"{manifest.tree} tree"]
+    parts += [f"{name}={value}" for name, value in (manifest.layout or {}).items()]
+    if manifest.source:
+        parts.append(f"from {manifest.source}")
+    return f"manifest: {', '.join(parts)}, written by {manifest.writer}"
+
+
+def _rows(
+    store: Store, options: Mapping[str, Any], manifest: Manifest | None
+) -> Iterator[Row]:
+    above = f"{options['prefix']}/" if options["prefix"] else ""
+    total = sum(leaf.nbytes for leaf in store.leaves.values())
+    with contextlib.ExitStack() as stack:
+        advance = None
+        if options["digests"]:
+            advance = stack.enter_context(progress(total, "digests"))
         for path, leaf in store.leaves.items():
-            text, found = path_text(path), None
-            if digests:
-                found = digest(
-                    leaf, f"{store.path}:{text}", lambda n: bar.advance(task, n)
-                )
-            yield Row(text, leaf.type_name, leaf.shape, sizes[path], found)
+            text, found, known = path_text(path), None, None
+            if options["digests"]:
+                found = digest(leaf, f"{store.path}:{text}", advance)
+            if manifest is not None:
+                known = manifest.leaves[above + text].sha256
+            yield Row(text, leaf.type_name, leaf.shape, leaf.nbytes, found, known)
 
 
 def _print(console: rich.console.Console, store: Store, rows: Sequence[Row]) -> None:
@@ -136,13 +176,20 @@ def _by_type(rows: Sequence[Row]) -> dict[str, int]:
     return found
 
 
-def _as_dict(store: Store, rows: Sequence[Row]) -> dict[str, Any]:
+def _as_dict(
+    store: Store, rows: Sequence[Row], manifest: Manifest | None
+) -> dict[str, Any]:
     return {
         "path": store.path,
         "format": store.format,
         "step": store.step,
         "notes": store.notes,
+        "manifest": None if manifest is None else _without_leaves(manifest),
         "bytes": _total(rows),
         "leaves": [row._asdict() for row in rows],
         "refused": {path_text(path): why for path, why in store.refused.items()},
     }
+
+
+def _without_leaves(manifest: Manifest) -> dict[str, Any]:
+    return {name: v for name, v in as_dict(manifest).items() if name != "leaves"}

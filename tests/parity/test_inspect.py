@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import pathlib
+import shutil
 import sys
 
 import ml_dtypes
@@ -12,6 +13,7 @@ import pytest
 import rich.console
 
 import parity.__main__
+import shared
 from shared.stores import digest, open_store
 from shared.stores.reading import BLOCK_BYTES
 from shared.stores.store import constant
@@ -169,3 +171,37 @@ def test_what_cannot_be_read_is_told_and_the_rest_listed(tmp_path):
     status, out = main(path)
     assert status == 1
     assert "cannot be read: bad" in out and "good" in out
+
+
+def test_a_checkpoint_of_ours_says_its_layout_and_is_compared(tmp_path):
+    golden = GOLDENS / "qwen3_next_6l"
+    config, params = shared.checkpoint.load_hf(golden, param_scan_axis=1)
+    shared.checkpoint.save(tmp_path / "zoo", config, params)
+    status, out = main(tmp_path / "zoo", "--digests")
+    assert status == 0
+    assert "manifest: zoo tree" in out and "param_scan_axis=1" in out
+    status, out = main(tmp_path / "zoo", "--prefix=params/layers", "--digests")
+    assert status == 0 and "manifest: zoo tree" in out
+    data = listed(tmp_path / "zoo", tmp_path, "--digests")
+    assert data["manifest"]["layout"]["param_scan_axis"] == 1
+    assert all(leaf["digest"] == leaf["expected"] for leaf in data["leaves"])
+
+    chunk = tmp_path / "zoo" / "params.norm" / "0"
+    chunk.write_bytes(b"\x01" + chunk.read_bytes()[1:])
+    assert main(tmp_path / "zoo")[0] == 0  # nothing was read
+    status, out = main(tmp_path / "zoo", "--digests")
+    assert status == 1
+    [row] = [leaf for leaf in data["leaves"] if leaf["path"] == "params/norm"]
+    assert f"changed: params/norm: the manifest says {row['expected']}" in out
+
+
+def test_a_manifest_that_says_something_else_is_bad_input(tmp_path):
+    config, params = shared.checkpoint.load_hf(GOLDENS / "qwen3_next_6l")
+    shared.checkpoint.save(tmp_path / "zoo", config, params)
+    shutil.rmtree(tmp_path / "zoo" / "params.norm")
+    file = tmp_path / "zoo" / "_METADATA"
+    data = json.loads(file.read_text())
+    del data["tree_metadata"]["('params', 'norm')"]
+    file.write_text(json.dumps(data))
+    status, out = main(tmp_path / "zoo")
+    assert status == 2 and "missing: params/norm" in out
