@@ -20,7 +20,7 @@ from safetensors.numpy import save_file
 import shared
 import zoo_linen
 import zoo_nnx
-from shared.checkpoint import CheckpointError, hf_names, load_hf
+from shared.checkpoint import CheckpointError, hf_names, load_hf, native
 from shared.checkpoint.convert import Target, convert, plan_conversion
 from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
 from shared.checkpoint.scheme import Conversion, units, zoo_scheme
@@ -28,6 +28,8 @@ from shared.checkpoint.source import open_source
 from shared.checkpoint.zoo_layouts import detect, flat_scheme
 from shared.config import DecoderConfig
 from shared.stores import open_store
+from shared.stores.folders import new_folder
+from shared.stores.orbax_writer import write_array
 from shared.stores.reading import read_whole
 from shared.stores.tree import array_leaf
 from shared.trees import flatten
@@ -687,3 +689,50 @@ def test_what_a_target_has_no_place_for_is_told(tmp_path):
     dense = open_source(GOLDENS / "qwen3_next_dense_mix")
     with pytest.raises(CheckpointError, match="dense"):
         plan_conversion(dense, Target("maxtext"))
+
+
+def test_what_a_killed_run_has_left_is_thrown_away(tmp_path):
+    stale = tmp_path / ".hf.partial"
+    (stale / "old").mkdir(parents=True)
+    (stale / "model.safetensors").write_text("half")
+    golden = GOLDENS / "qwen3_next_6l"
+    assert_same_files(run(golden, tmp_path / "hf", Target("hf")), golden)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_two_runs_do_not_write_one_folder(tmp_path):
+    with new_folder(tmp_path / "new"):
+        for target in (Target("hf"), Target("zoo")):
+            with pytest.raises(CheckpointError, match="Another process is writing"):
+                run(GOLDENS / "qwen3_next_6l", tmp_path / "new", target)
+    assert [path.name for path in tmp_path.iterdir()] == ["new"]
+
+
+def test_a_killed_run_with_other_options_is_not_mixed_up(tmp_path, monkeypatch):
+    """What it has finished stays; the same run again finishes it."""
+    golden = GOLDENS / "qwen3_next_6l"
+    written = []
+
+    def interrupted(folder, path, *rest):
+        if len(written) == 20:
+            raise KeyboardInterrupt
+        written.append(path)
+        return write_array(folder, path, *rest)
+
+    monkeypatch.setattr(native, "write_array", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(golden, tmp_path / "zoo", Target("zoo"))
+    assert not (tmp_path / "zoo").exists()
+    with pytest.raises(CheckpointError, match="was not finished"):
+        open_store(tmp_path / ".zoo.partial")
+    with pytest.raises(CheckpointError, match="left by a run with another source or"):
+        run(golden, tmp_path / "zoo", Target("zoo", {"param_scan_axis": 1}))
+    first = list(written)
+    written.clear()
+    written.extend([None] * 21)  # never 20 again
+    run(golden, tmp_path / "zoo", Target("zoo"))
+    again = [path for path in written if path is not None]
+    assert len(first) == 20 and len(again) == 33 and not set(first) & set(again)
+    monkeypatch.undo()
+    whole = run(golden, tmp_path / "whole", Target("zoo"))
+    assert digest_of(tmp_path / "zoo") == digest_of(whole)
