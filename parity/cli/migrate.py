@@ -33,7 +33,7 @@ from parity.mapping.rules import Rules
 from parity.migration.plans import CHOICES, Plan, plan
 from parity.migration.proving import prove
 from parity.reporting.report import Report
-from shared.stores import open_store, path_text
+from shared.stores import path_text
 
 _SHOWN = 50
 
@@ -135,9 +135,6 @@ def run(
 
 
 def _plan(source: str, options: Mapping[str, Any]) -> Plan:
-    store = open_store(source, options["step"])
-    if options["step"] is not None and store.step is None:
-        raise UsageError(f"--step={options['step']}: {source} has no steps.")
     if options["inputs"] is not None and options["linen"] is None:
         raise UsageError("--inputs is for --linen: give both.")
     sys.path.insert(0, os.getcwd())
@@ -146,9 +143,10 @@ def _plan(source: str, options: Mapping[str, Any]) -> Plan:
         for name in ("linen", "inputs", "calls")
     }
     nnx = None if options["nnx"] is None else factories.load("nnx", options["nnx"])
-    return plan(
-        store,
+    planned = plan(
+        source,
         to=options["to"],
+        step=options["step"],
         nnx=nnx,
         linen=made["linen"],
         inputs=made["inputs"],
@@ -161,6 +159,9 @@ def _plan(source: str, options: Mapping[str, Any]) -> Plan:
         boxes=options["boxes"],
         cast=options["cast"],
     )
+    if options["step"] is not None and planned.source.store.step is None:
+        raise UsageError(f"--step={options['step']}: {source} has no steps.")
+    return planned
 
 
 def _print(console: rich.console.Console, planned: Plan, every: bool) -> None:

@@ -202,11 +202,11 @@ def linen_from_nnx(
     for (name, text), pieces in parts.items():
         rule = by_name[name]
         ordered = [pieces[i] for i in sorted(pieces)]
-        shape = _shape_before(rule, [leaf.shape for leaf in ordered])
-        if shape is None:
+        before = _shape_before(rule, [leaf.shape for leaf in ordered])
+        if before is None:
             wrong.append(_unknown_sizes(rule, "linen", "--linen and --inputs"))
             continue
-        made = with_text(text, shape, ordered[0].dtype)
+        made = with_text(text, before, ordered[0].dtype)
         linen.setdefault(made.text, made)
     every = (*rules.rules, *(entry.rule() for entry in used))
     return Backwards(

@@ -222,20 +222,13 @@ class _Part(NamedTuple):
             )
         names = {n: name for name, x in wanted.items() for n in (*x.aliases, name)}
         candidates = box_candidates(store.leaves) if store.boxes else set()
-        roots = dict.fromkeys(
-            path[:length] for length in range(3) for path in store.leaves
-        )
-
-        def hits(root: Path) -> int:
-            paths = (path for path in store.leaves if path[: len(root)] == root)
-            return sum(
-                any(name in names for name in _names(path[len(root) :]))
-                for path in paths
-            )
-
-        counts = {root: hits(root) for root in roots}
-        root = max(counts, key=lambda root: (counts[root], -len(root)))
-        if not counts[root]:
+        counts: dict[Path, int] = {}
+        for path in store.leaves:
+            for length in range(min(3, len(path))):
+                hit = any(name in names for name in _names(path[length:]))
+                counts[path[:length]] = counts.get(path[:length], 0) + hit
+        root = max(counts, key=lambda root: (counts[root], -len(root)), default=())
+        if not counts.get(root):
             raise CheckpointError(
                 f"Not one leaf of {store.path} is one of the model's. The model has "
                 f"{some(list(wanted), 4)}; the checkpoint has "

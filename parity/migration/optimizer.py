@@ -77,7 +77,7 @@ class _Search(NamedTuple):
         """Looks at a node, and below it where it is no follower."""
         if any(prefix == follower.prefix for follower in self.found):
             return
-        if prefix:
+        if prefix and not self._is_one_box(prefix, paths):
             follower = self._follower(prefix, paths)
             if follower is not None:
                 self.found.append(follower)
@@ -88,6 +88,14 @@ class _Search(NamedTuple):
                 below.setdefault(path[: len(prefix) + 1], []).append(path)
         for child, inside in below.items():
             self.visit(child, inside)
+
+    def _is_one_box(self, prefix: Path, paths: Sequence[Path]) -> bool:
+        """Whether a node is a leaf in its box, not a tree with a leaf `value`."""
+        if [(*prefix, BOX)] != list(paths) or paths[0] not in self.source.boxed:
+            return False
+        known = self.names.get(BOX)
+        leaves = self.source.store.leaves
+        return known is None or leaves[known[0]].dtype != leaves[paths[0]].dtype
 
     def _follower(self, prefix: Path, paths: Sequence[Path]) -> Follower | None:
         names = [self._name(path, len(prefix)) for path in paths]
@@ -108,7 +116,7 @@ class _Search(NamedTuple):
             path: self.names[name][0]
             for path in self.source.store.empty
             if path[: len(prefix)] == prefix
-            and (name := name_of(path[len(prefix) :])) in self.names
+            and (name := self._name(path, len(prefix))) in self.names
         }
         return Follower(prefix, tuple(twins), empty, exact, self.mirrors)
 

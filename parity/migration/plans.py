@@ -12,8 +12,10 @@ from typing import Any
 
 from parity.mapping.correspondence import Correspondence
 from parity.mapping.rules import Rules
-from parity.migration.drafting import Move, Options, Origin, make_draft
+from parity.migration.draft import Move, Options
+from parity.migration.drafting import make_draft
 from parity.migration.optimizer import Follower
+from parity.migration.origin import Origin
 from parity.migration.source import Source, read_source
 from parity.migration.trees import Tree, linen_tree, nnx_tree
 from parity.trees import Difference
@@ -40,6 +42,7 @@ class Plan:
     """What a migration would write.
 
     Attributes:
+      given: the checkpoint's path, or a store's name.
       source: the checkpoint, taken apart.
       options: what was asked for.
       trees: which leaf of the model is which.
@@ -54,6 +57,7 @@ class Plan:
       origin: how a Linen source is laid out, for the way back.
     """
 
+    given: str
     source: Source
     options: Options
     trees: Correspondence
@@ -140,7 +144,7 @@ class Plan:
           CheckpointError: it cannot be written there.
         """
         target = pathlib.Path(folder).absolute()
-        source = pathlib.Path(self.source.store.path)
+        source = pathlib.Path(self.given)
         if source.resolve() in (target.resolve(), *target.resolve().parents):
             raise CheckpointError(
                 f"{target} is in the source, {source}, which is never touched: give "
@@ -203,8 +207,14 @@ class Plan:
             self.options.to, records, store.path, origin=origin, writer=writer()
         )
 
-    def fingerprint(self) -> dict[str, Any]:
-        """Of all that the result depends on: a killed run goes on where it is equal."""
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Of all that the result depends on: a killed run goes on where it is equal.
+
+        Of a source in memory there is none.
+        """
+        files = _files(pathlib.Path(self.source.store.path))
+        if not files:
+            return None
         ways = hashlib.sha256()
         for move in self.moves:
             ways.update(f"{move!r}\n".encode())
@@ -215,7 +225,7 @@ class Plan:
             "command": "migrate",
             "writer": writer(),
             "options": list(self.options),
-            "source": _files(pathlib.Path(self.source.store.path)),
+            "source": files,
             "moves": ways.hexdigest(),
         }
 
@@ -286,18 +296,21 @@ def plan(
     names = [*collection_names]
     if side == "linen":
         names += [*_collections_of(ruled), *_collections_in(trees["nnx"])]
+    origin = Origin.of(manifest.origin.get(_ORIGIN) if manifest else None)
+    told = origin.model is not None and params is None
     taken = read_source(
         store,
         side,
-        params=params,
+        params=origin.model if told else params,
+        why="the manifest" if told else "--params",
         collection_names=names,
         own=trees[side],
-        boxes=boxes,
+        boxes=origin.boxed_state if told and boxes is None else boxes,
     )
-    origin = Origin.of(manifest.origin.get(_ORIGIN) if manifest else None)
     draft = make_draft(taken, options, trees, ruled, origin)
     ordered = sorted(draft.leaves, key=numeric_order)
     return Plan(
+        store.path if isinstance(source, Store) else os.fspath(source),
         taken,
         options,
         draft.trees,
@@ -329,7 +342,6 @@ def _find_manifest(store: Store) -> Manifest | None:
 def _collections_of(rules: Rules) -> list[str]:
     """The collections that rules name plainly."""
     patterns = [pattern.pattern for rule in rules.rules for pattern in rule.linen]
-    patterns += [rule.pattern.pattern for rule in rules.ignored if rule.side == "linen"]
     tops = [pattern.partition("/") for pattern in patterns]
     return [top for top, slash, _ in tops if slash and top.isidentifier()]
 

@@ -87,6 +87,12 @@ class Source:
         return self.roots.get(PARAMS, self.roots.get("", ()))
 
     @property
+    def has_own_optimizer(self) -> bool:
+        """Whether the state of an `nnx.Optimizer` is beside the model."""
+        node = (*self.outer, "optimizer", "opt_state")
+        return any(path[: len(node)] == node for path in self.rest)
+
+    @property
     def mirrors(self) -> Path:
         """The node that an optimizer's trees are copies of, where it is another.
 
@@ -109,6 +115,7 @@ def read_source(
     side: str,
     *,
     params: str | None = None,
+    why: str = "--params",
     collection_names: Iterable[str] = (),
     own: Tree | None = None,
     boxes: bool | None = None,
@@ -119,6 +126,7 @@ def read_source(
       store: the checkpoint.
       side: whose tree it is, "linen" or "nnx".
       params: path of the parameters; None: they are looked for.
+      why: who says so.
       collection_names: further names of collections beside Linen's parameters.
       own: the tree of the module that wrote it, if it is known.
       boxes: whether a last level `value` is a box; None: found out.
@@ -134,11 +142,13 @@ def read_source(
     if not store.leaves:
         raise CheckpointError(f"{store.path} has no leaves: there is nothing to carry.")
     nodes = _Nodes(store)
+    names = [*collection_names]
+    names += [] if own is None else [leaf.collection for leaf in own.leaves]
     if params is not None:
-        at, why = _given(nodes, params)
+        at = _given(nodes, params, why)
     else:
-        at, why = _best(nodes, *_locate(nodes, side), own)
-    roots, outer = _roots(nodes, side, at, collection_names, own)
+        at, why = _best(nodes, *_locate(nodes, side, names), own)
+    roots, outer = _roots(nodes, side, at, names)
     inside = {
         path: collection
         for path in store.leaves
@@ -152,7 +162,7 @@ def read_source(
         side,
         roots,
         outer,
-        whole=all(path[len(outer)] == RNG for path in rest),
+        whole=all(path[len(outer) : len(outer) + 1] == (RNG,) for path in rest),
         model=(),
         rng=(),
         rest=rest,
@@ -193,8 +203,19 @@ class _Nodes:
         """Whether it is a node with something below it."""
         return path in self.below
 
+    def is_model(self, path: Path) -> bool:
+        """Whether it may be a model: a node that is no part of a train state."""
+        return self.has(path) and not self.is_state(path)
 
-def _given(nodes: _Nodes, params: str) -> tuple[Path, str]:
+    def is_state(self, path: Path) -> bool:
+        """Whether it is a part of a train state, and not a module called so."""
+        if path[-1] == "step":
+            return path in self.store.leaves or self.children(path) == [BOX]
+        known = str(path[-1]) in STATE
+        return known and (self.has(path) or path in self.store.empty)
+
+
+def _given(nodes: _Nodes, params: str, why: str) -> Path:
     at = next(
         (p for p in sorted(nodes.below, key=len) if name_of(p) == params.strip("/.")),
         None,
@@ -202,10 +223,10 @@ def _given(nodes: _Nodes, params: str) -> tuple[Path, str]:
     if at is None:
         tops = [str(key) for key in nodes.children(())]
         raise CheckpointError(
-            f"{nodes.store.path} has no node {params!r}, where --params says that the "
+            f"{nodes.store.path} has no node {params!r}, where {why} says that the "
             f"parameters are. At the top it has {some(tops, 8)}; --params=/ is the top."
         )
-    return at, "given by --params"
+    return at
 
 
 _NAMES: Mapping[str, tuple[str, ...]] = {
@@ -214,8 +235,9 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def _locate(nodes: _Nodes, side: str) -> tuple[Path, str]:
+def _locate(nodes: _Nodes, side: str, names: Iterable[str]) -> tuple[Path, str]:
     """Where the parameters are, and why there."""
+    known = {PARAMS, *COLLECTIONS, *names}
     if side == "linen":
         found = [
             path
@@ -233,13 +255,14 @@ def _locate(nodes: _Nodes, side: str) -> tuple[Path, str]:
             )
         if shallow:
             at = shallow[0]
-            while nodes.has((*at, PARAMS)):
-                at = (*at, PARAMS)
-            return at, "the name"
+            # A train state may hold all variables; or a module may be called `params`.
+            inner = nodes.has((*at, PARAMS)) and known >= {*nodes.children(at)}
+            beside = (known - {PARAMS}) & {*nodes.children(at[:-1])}
+            return (*at, PARAMS) if inner and not beside else at, "the name"
     outer: Path = ()
     while True:
         tops = nodes.children(outer)
-        words = [word for word in STATE if word in tops]
+        words = [word for word in STATE if nodes.is_state((*outer, word))]
         for name in _NAMES[side]:
             others = {str(key) for key in tops} - {name, *words, *COLLECTIONS, RNG}
             if not nodes.has((*outer, name)):
@@ -251,7 +274,9 @@ def _locate(nodes: _Nodes, side: str) -> tuple[Path, str]:
                 f"{nodes.store.path} has {', '.join(words)} and so is a train state, "
                 f"but no {' or '.join(_NAMES[side][:2])}. It has "
                 f"{some([str(key) for key in tops], 8)}: say where the parameters are, "
-                "such as --params=" + str(tops[0]) + "."
+                "such as --params="
+                + str(next((k for k in tops if nodes.is_model((*outer, k))), "/"))
+                + "."
             )
         if len(tops) != 1 or not _holds_state(nodes, (*outer, *tops)):
             return (), "nothing says where they are, so all of it is the model's state"
@@ -277,7 +302,7 @@ def _best(nodes: _Nodes, at: Path, why: str, own: Tree | None) -> tuple[Path, st
 
 
 def _holds_state(nodes: _Nodes, path: Path) -> bool:
-    return bool({*STATE} & {str(key) for key in nodes.children(path)})
+    return any(nodes.is_state((*path, key)) for key in nodes.children(path))
 
 
 def _roots(
@@ -285,7 +310,6 @@ def _roots(
     side: str,
     at: Path,
     names: Iterable[str],
-    own: Tree | None,
 ) -> tuple[dict[str, Path], Path]:
     """Where the collections are, and the node of the train state around them."""
     above = at[:-1]
@@ -293,11 +317,9 @@ def _roots(
     if side == "nnx" and at[-1:] != (PARAMS,):
         return {"": at}, above
     known = {*COLLECTIONS, *names}
-    if own is not None:
-        known |= {leaf.collection for leaf in own.leaves}
-    state = {*STATE, RNG}
     beside = [key for key in beside if key != RNG]
     dicts = [key for key in beside if nodes.has((*above, key))]
+    state = {key for key in beside if nodes.is_state((*above, key))}
     # Where there is no sign of a train state, all that stands there is variables.
     if at[-1:] == (PARAMS,) and len(dicts) == len(beside) and not state & {*dicts}:
         known |= {key for key in dicts if not _is_copy(nodes, at, (*above, key))}
@@ -339,7 +361,8 @@ def _boxes(
     """The paths of leaves in boxes, and what to say of it."""
     if not store.boxes or boxes is False:
         return frozenset(), ()
-    candidates = box_candidates(store.leaves)
+    tops = {(*root, BOX) for root in roots.values()}  # no box, for it has no name
+    candidates = box_candidates(store.leaves) - tops
     if boxes is None and own is not None:
         # A module knows its names.
         found = _boxed_places(roots, inside, own)
@@ -355,8 +378,8 @@ def _boxes(
     others = [path for path in inside if path not in candidates]
     # Linen boxes what it pleases; of an NNX state, nearly all Variables have one.
     if boxes is None and side == "nnx" and len(others) > len(mine):
-        note = (f"{len(mine)} leaves called `value` are taken for parameters",)
-        return frozenset(), note if mine else ()
+        taken = f"{len(mine)} leaves called `value` are taken for parameters"
+        return frozenset(), (taken,) if mine else ()
     if not mine or (side == "nnx" and not others):
         return frozenset(candidates), ()
     note = (
@@ -414,5 +437,6 @@ def looks_random(leaves: Sequence[ModelLeaf]) -> set[Path]:
         leaf.path
         for leaf in leaves
         if str(leaf.name[-1:] and leaf.name[-1]) in ("key", "count")
+        and leaf.leaf.dtype.kind in "ui"
         and (leaf.name[:-1] in typed or "rngs" in map(str, leaf.name[:-1]))
     } | {leaf.path for leaf in leaves if leaf.leaf.kind.startswith("key<")}

@@ -8,6 +8,7 @@ A leaf has a text in the mapping (`params/layers/0/kernel`) and a path in a chec
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -201,8 +202,14 @@ def _made(module: Any, make: Callable[[], Any]) -> nnx.Module:
 
 
 def _build(make: Callable[..., Any]) -> Any:
-    takes = make.__init__ if isinstance(make, type) else make  # type: ignore[misc]
-    if "rngs" in inspect.signature(takes).parameters:
+    given: set[str] = set()
+    takes: Any = make
+    while isinstance(takes, functools.partial):
+        given |= takes.keywords.keys()
+        takes = takes.func
+    # A class of NNX has a metaclass that hides what its constructor takes.
+    takes = takes.__init__ if isinstance(takes, type) else takes  # type: ignore[misc]
+    if "rngs" in inspect.signature(takes).parameters.keys() - given:
         return make(rngs=nnx.Rngs(0))
     return make()
 
@@ -254,6 +261,14 @@ def parse_text(text: str) -> tuple[str, tuple[Any, ...]]:
         else:
             tokens.append(int(part) if part.isdecimal() else part)
     return str(tokens[0]), tuple(tokens[1:])
+
+
+def as_tuple(key: Any) -> Any:
+    """The tuple that a key of a checkpoint is the text of, else the key."""
+    if isinstance(key, str) and key.startswith("(") and key.endswith(")"):
+        with contextlib.suppress(ValueError, SyntaxError):
+            return ast.literal_eval(key)
+    return key
 
 
 def with_text(text: str, shape: tuple[int, ...], dtype: Any) -> Leaf:

@@ -44,6 +44,8 @@ from shared.stores.folders import (
 from shared.stores.kv_path import KvPath, is_url
 from shared.stores.orbax_writer import (
     Progress,
+    array_name,
+    check_dtypes,
     check_names,
     sync_array,
     write_array,
@@ -159,7 +161,24 @@ def open_checkpoint(
             "it (parity convert), or migrate it (parity migrate)."
         )
     check_leaves(store, manifest)
+    _check_no_more(store)
     return store, manifest
+
+
+def _check_no_more(store: Store) -> None:
+    """Raises CheckpointError if arrays lie about that the tree does not have."""
+    names = {array_name(path) for path in store.leaves}
+    more = [
+        str(path.parent)
+        for path in as_folder(store.path).glob("*/.zarray")
+        if path.parent.name not in names
+    ]
+    if more:
+        raise CheckpointError(
+            f"{store.path} has arrays that are not in its tree: remove them, or fetch "
+            "or write the checkpoint again.",
+            sorted(more),
+        )
 
 
 def write_checkpoint(
@@ -195,6 +214,8 @@ def write_checkpoint(
         is not what was written.
     """
     check_names(leaves)
+    dtypes = {path: leaf.dtype for path, leaf in leaves.items()}
+    check_dtypes({path: dtype for path, dtype in dtypes.items() if dtype.kind != "U"})
     if is_url(folder):
         remote = KvPath(str(folder))
         with new_remote(remote):

@@ -1,12 +1,11 @@
-"""Host copies of a training state, and their way to the disk while training goes on."""
+"""A training state on the host, and its way to the disk while training goes on."""
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
-import mmap
 import pathlib
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -22,6 +21,7 @@ from shared.checkpoint.manifest import (
 from shared.stores import CheckpointError, Leaf, Path, path_text
 from shared.stores.folders import sync
 from shared.stores.orbax_writer import (
+    check_dtypes,
     check_names,
     sync_array,
     write_array,
@@ -33,12 +33,11 @@ from shared.stores.tree import array_leaf, is_empty, key_kind, named_nodes
 from shared.stores.views import assembled
 
 SPREAD = "spread over processes: none of them has all of it"
-_LARGE = 2**20  # bytes
 _SYNCING = 4  # arrays at once that the disk is waited for
 
 
 class Copy(NamedTuple):
-    """What this process writes of a leaf, in memory of its own.
+    """What this process writes of a leaf, in memory that nobody changes.
 
     Attributes:
       shape: of the whole leaf.
@@ -75,25 +74,37 @@ class Snapshot(NamedTuple):
     empty: dict[Path, str]
 
 
-def take(state: Any) -> Snapshot:
-    """Copies a state to memory of the host.
-
-    Of arrays on other devices all transfers are started before the first is waited for.
+def check(state: Any) -> None:
+    """Whether a state can be saved.
 
     Raises:
       CheckpointError: lists what is no array, and names that orbax cannot tell apart.
     """
+    leaves = {path: node for path, node in named_nodes(state)[0] if not is_empty(node)}
+    dtypes = {
+        path: np.asarray(node).dtype if not isinstance(node, jax.Array) else node.dtype
+        for path, node in leaves.items()
+    }
+    problems = [
+        f"{path_text(path)} is {leaves[path]!r:.60}, no array: leave it out"
+        for path, dtype in dtypes.items()
+        if not _is_key(dtype) and dtype.kind not in _NUMBERS
+    ]
+    if problems:
+        raise CheckpointError("Only arrays can be saved.", sorted(problems))
+    check_names(leaves)
+    plain = {path: dtype for path, dtype in dtypes.items() if not _is_key(dtype)}
+    check_dtypes(plain)
+
+
+def take(state: Any) -> Snapshot:
+    """A state that `check` has passed, on the host.
+
+    Of arrays on other devices all transfers are started before the first is waited for.
+    """
     nodes, _ = named_nodes(state)
     empty = {path: type(node).__name__ for path, node in nodes if is_empty(node)}
     arrays = {path: _as_array(node) for path, node in nodes if path not in empty}
-    problems = [
-        f"{path_text(path)} is {array!r:.60}, no array: leave it out"
-        for path, (array, _) in arrays.items()
-        if np.dtype(array.dtype).kind not in _NUMBERS
-    ]
-    if problems:
-        raise CheckpointError("Only arrays can be saved.", problems)
-    check_names(arrays)
     for array, _ in arrays.values():
         for shard in _own_shards(array):
             shard.data.copy_to_host_async()
@@ -104,18 +115,25 @@ def take(state: Any) -> Snapshot:
 _NUMBERS = "biufcV"  # V: dtypes that NumPy lacks, such as bfloat16
 
 
-def write(
-    folder: pathlib.Path,
-    snapshot: Snapshot,
-    describe: Callable[[Mapping[str, LeafRecord]], Manifest],
-) -> None:
+def _is_key(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def write(folder: pathlib.Path, snapshot: Snapshot, manifest: Manifest) -> None:
     """Writes a snapshot as a tree with its manifest; all of it is on the disk then.
 
     Args:
       folder: that all processes write into.
-      snapshot: is empty afterwards.
-      describe: gives the manifest when the digests are known.
+      snapshot: is empty afterwards, also if this fails.
+      manifest: gets the leaves that were written.
     """
+    try:
+        _write(folder, snapshot, manifest)
+    finally:
+        snapshot.copies.clear()  # the error would keep them
+
+
+def _write(folder: pathlib.Path, snapshot: Snapshot, manifest: Manifest) -> None:
     primary = jax.process_index() == 0
     records: dict[str, LeafRecord] = {}
     outlines: dict[Path, Leaf] = {}
@@ -133,7 +151,7 @@ def write(
         done.result()
     if not primary:
         return
-    write_manifest(folder, describe(records))
+    write_manifest(folder, dataclasses.replace(manifest, leaves=records))
     write_tree_file(folder, outlines, snapshot.empty)
     for file in folder.iterdir():
         sync(file)
@@ -156,7 +174,7 @@ def _as_array(node: Any) -> tuple[np.ndarray | jax.Array, str]:
     """The array that a leaf is, and what its entries stand for."""
     if not isinstance(node, jax.Array):
         return np.asarray(node), ""
-    if jnp.issubdtype(node.dtype, jax.dtypes.prng_key):
+    if _is_key(node.dtype):
         return jax.random.key_data(node), key_kind(str(jax.random.key_impl(node)))
     return node, ""
 
@@ -166,7 +184,7 @@ def _copy(array: np.ndarray | jax.Array, kind: str) -> Copy:
     make = functools.partial(Copy, shape, dtype, kind)
     if not isinstance(array, jax.Array):
         whole = tuple(slice(0, n) for n in shape)
-        return make(((whole, _duplicate(array)),))
+        return make(((whole, np.array(array, order="C")),))
     pieces = tuple((shard.index, _on_host(shard.data)) for shard in _own_shards(array))
     return make(pieces, _shard_shape(array))
 
@@ -189,21 +207,16 @@ def _shard_shape(array: jax.Array) -> tuple[int, ...] | None:
 
 
 def _on_host(array: jax.Array) -> np.ndarray:
-    """An array on one device, in memory that nothing else has."""
+    """An array on one device, in memory that keeps it, whatever becomes of the array.
+
+    On a CPU it is the array's own: as long as NumPy sees that, JAX gives it neither to
+    a function that the array is donated to nor to another array.
+    """
     host = np.asarray(array)
     (device,) = array.devices()
-    moved = device.platform != "cpu" and array.sharding.memory_kind == "device"
-    return host if moved else _duplicate(host)
-
-
-def _duplicate(array: np.ndarray) -> np.ndarray:
-    """A copy; the memory of a large one goes back to the system with it."""
-    if array.nbytes < _LARGE:
-        return np.array(array, order="C")
-    memory = np.frombuffer(mmap.mmap(-1, array.nbytes), np.uint8)
-    copy = memory.view(array.dtype).reshape(array.shape)
-    copy[...] = array
-    return copy
+    if device.platform == "cpu" or array.sharding.memory_kind == "device":
+        return host
+    return np.array(host, order="C")
 
 
 def _gone() -> Any:

@@ -36,7 +36,7 @@ import operator
 import os
 import pathlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,11 +50,11 @@ from shared.checkpoint.manifest import LeafRecord, Manifest, model_manifest
 from shared.config import DecoderConfig
 from shared.layers import decoder
 from shared.stores import CheckpointError, Leaf, Path, Store, path_text
+from shared.stores.kv_path import is_url
 from shared.stores.reading import read_whole, reading
 from shared.stores.tree import is_empty, key_kind, named_nodes
 from shared.trees import check_same_paths, flatten
 
-ITEM = "default"  # as orbax calls the only tree of a step
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _REMOVED = ".removed"  # where steps wait that are no longer kept
 # Seconds after which orbax gives a save up, and processes wait for another no longer.
@@ -64,10 +64,10 @@ _PATIENCE, _PATIENCE_TOGETHER = 24 * 60 * 60, 60 * 60
 class Manager:
     """The steps of one run, in one folder.
 
-    What a save costs: the previous one is waited for; the state is copied to the host
-    (its bytes, once; on a CPU beside the arrays themselves), and `save` returns. A
-    thread then takes the SHA-256 of every leaf and writes it, some 0.5 to 2 GB/s on one
-    core, and lets go of the copy leaf by leaf.
+    What a save costs: the previous one is waited for, the state is copied to the host,
+    its bytes once, and `save` returns. On a CPU nothing is copied: the arrays' memory
+    is held, and it is a donation before it is written that costs a copy. A thread then
+    takes the SHA-256 of every leaf (0.5 to 2 GB/s), writes it, and lets go of it.
 
     A step comes by a rename and goes by one, so that a process that is killed leaves no
     half of it; older steps go when a later one is there, and their files with the next
@@ -84,7 +84,8 @@ class Manager:
       every: `save` skips steps that are no multiples of this.
 
     Raises:
-      ValueError: `keep` or `every` is less than 1.
+      ValueError: `keep` or `every` is less than 1, or `folder` is a URL.
+      ConfigError: config.json cannot say what the config does.
     """
 
     def __init__(
@@ -98,8 +99,14 @@ class Manager:
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1. Got {value}.")
+        if is_url(folder):
+            raise ValueError(
+                f"Steps are renamed, so their folder must be one of a file system. Got "
+                f"{folder}: give a mounted folder, and copy steps with parity convert."
+            )
         self._folder = pathlib.Path(folder).absolute()
         self._config, self._every = config, every
+        self._manifest = model_manifest(config, {}, source="training")
         self._swept = False
         together = jax.process_count() > 1
         waiting = ocp.AsyncOptions(
@@ -145,6 +152,7 @@ class Manager:
         if step % self._every and not self._manager.reached_preemption(step):
             return False
         _check_params(state, self._config)
+        snapshot.check(state)
         self.wait()
         latest = self.latest_step()
         if latest is not None and step <= latest:
@@ -152,9 +160,7 @@ class Manager:
                 f"{self._folder} has step {latest}, and step {step} is not after it: "
                 "remove the later steps, or give another folder."
             )
-        manifest = functools.partial(
-            model_manifest, self._config, source="training", origin={"step": step}
-        )
+        manifest = dataclasses.replace(self._manifest, origin={"step": step})
         args = _Save(state, manifest, self._rubbish())
         self._manager.save(step, args=args, force=True)
         return True
@@ -220,7 +226,7 @@ class Manager:
             that differ are listed, before anything is read); or it is damaged.
         """
         store, manifest = self._open(step)
-        _check_config(manifest, self._config, store.path)
+        _check_config(manifest, self._manifest, store.path)
         nodes, structure = named_nodes(target)
         _check_target(store, dict(nodes))
         leaves = {path_text(path): leaf for path, leaf in store.leaves.items()}
@@ -290,7 +296,7 @@ class _Handler(ocp.AsyncCheckpointHandler):
         self.typestr = ocp.StandardCheckpointHandler.typestr
 
     async def async_save(self, directory: Any, args: _Save) -> list[Any]:
-        """Copies the state, and starts to write."""
+        """Takes the state to the host, and starts to write."""
         copies = snapshot.take(args.state)
         for path in args.rubbish:
             self._thread.submit(_remove, path, pathlib.Path(directory))
@@ -298,7 +304,7 @@ class _Handler(ocp.AsyncCheckpointHandler):
         return [self._thread.submit(snapshot.write, folder, copies, args.manifest)]
 
     def save(self, directory: Any, args: _Save) -> None:
-        """Copies the state, and writes it."""
+        """Takes the state to the host, and writes it."""
         snapshot.write(
             pathlib.Path(directory), snapshot.take(args.state), args.manifest
         )
@@ -316,7 +322,7 @@ class _Handler(ocp.AsyncCheckpointHandler):
 @dataclasses.dataclass
 class _Save(ocp.args.CheckpointArgs):
     state: Mapping[str, Any]
-    manifest: Callable[[Mapping[str, LeafRecord]], Manifest]
+    manifest: Manifest
     rubbish: Sequence[pathlib.Path] = ()
 
 
@@ -359,14 +365,12 @@ def _check_params(state: Mapping[str, Any], config: DecoderConfig) -> None:
 # Restoring.
 
 
-def _check_config(manifest: Manifest, config: DecoderConfig, where: str) -> None:
+def _check_config(saved: Manifest, given: Manifest, where: str) -> None:
     """Raises CheckpointError if a step was saved by another model or layout."""
-    saved = manifest.decoder_config()
-    given = model_manifest(config, {})
-    problems = _changes(manifest.config, given.config, _MAY_CHANGE)
-    # Fields of the layout may be spelt in two ways that mean the same.
-    if saved.plan != config.plan or saved.param_scan_axis != config.param_scan_axis:
-        problems += _changes(manifest.layout, given.layout)
+    problems = _changes(saved.config, given.config, _MAY_CHANGE)
+    # A period may be found or said: it is the same layout.
+    same = saved.decoder_config().plan == given.decoder_config().plan
+    problems += _changes(saved.layout, given.layout, ["scan_period"] if same else [])
     if problems:
         raise CheckpointError(
             f"{where} was saved with another config: give that, or convert the "
@@ -395,6 +399,13 @@ def _check_target(store: Store, nodes: Mapping[Path, Any]) -> None:
     have = {path_text(path): leaf for path, leaf in store.leaves.items()}
     none = {path_text(path) for path in store.empty}
     want = {path_text(path): node for path, node in nodes.items()}
+    odd = [
+        f"{text} is {node!r:.60}"
+        for text, node in want.items()
+        if not (is_empty(node) or _is_number(node) or hasattr(node, "dtype"))
+    ]
+    if odd:
+        raise CheckpointError("A target has arrays and numbers only.", odd)
     problems = [
         f"unreadable: {path_text(p)}: {why}" for p, why in store.refused.items()
     ]
@@ -441,7 +452,12 @@ def _differences(leaf: Leaf, node: Any, text: str) -> list[str]:
 
 
 # What a number may be stored as.
-_NUMBERS = {bool: np.bool_, int: np.integer, float: np.floating}
+_NUMBERS = {
+    bool: np.bool_,
+    int: np.integer,
+    float: np.floating,
+    complex: np.complexfloating,
+}
 
 
 def _is_number(node: Any) -> bool:
@@ -495,7 +511,15 @@ def _read(
     if _is_key(node):
         _, implementation = _key_data(node)
         array = jax.random.wrap_key_data(jnp.asarray(array), impl=implementation)
+    elif not leaf.shape and getattr(node, "weak_type", False):
+        array = _weak(array)
     return jax.device_put(array, sharding)
+
+
+def _weak(array: np.ndarray) -> Any:
+    """A count as Python's numbers become in `jit`, which else would compile anew."""
+    weak = jnp.asarray(array.item())
+    return weak if weak.dtype == array.dtype else array
 
 
 def _sharding(node: Any) -> Any:

@@ -236,7 +236,17 @@ def write_tree_file(
     (folder / TREE_FILE).write_text(json.dumps(metadata), "utf-8")
 
 
-_EMPTY = {"Dict": "Dict", "List": "List", "Tuple": "Tuple"}
+# What orbax calls nodes without leaves, all others None; formats and trees in memory
+# have names of their own.
+_EMPTY = {
+    name: kind
+    for kind, names in {
+        "Dict": ("Dict", "dict", "OrderedDict", "FrozenDict"),
+        "List": ("List", "list"),
+        "Tuple": ("Tuple", "tuple"),
+    }.items()
+    for name in names
+}
 
 
 def check_names(leaves: Iterable[Path]) -> None:
@@ -253,6 +263,31 @@ def check_names(leaves: Iterable[Path]) -> None:
                 f"Orbax keeps {other} and {path} under one name, {array_name(path)}: "
                 "rename one with a rule."
             )
+
+
+def check_dtypes(dtypes: Mapping[Path, np.dtype]) -> None:
+    """Not every dtype that NumPy and JAX have can be stored.
+
+    Raises:
+      CheckpointError: lists the leaves whose dtype cannot.
+    """
+    problems = [
+        f"{path_text(path)} is {dtype}"
+        for path, dtype in dtypes.items()
+        if not _is_stored(dtype)
+    ]
+    if problems:
+        raise CheckpointError(
+            "Tensorstore has no such dtypes: cast these leaves, or leave them out.",
+            sorted(problems),
+        )
+
+
+def _is_stored(dtype: np.dtype) -> bool:
+    try:
+        return tensorstore.dtype(dtype.name).numpy_dtype == dtype
+    except (TypeError, ValueError):
+        return False
 
 
 def _value_type(leaf: Leaf) -> str:

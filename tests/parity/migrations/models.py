@@ -67,10 +67,7 @@ class LinenList(nn.Module):
 class NNXList(nnx.Module):
     def __init__(self, rngs, count=LAYERS):
         self.layers = nnx.List(
-            [
-                nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs)
-                for _ in range(count)
-            ]
+            [nnx.Linear(WIDTH, WIDTH, use_bias=False, rngs=rngs) for _ in range(count)]
         )
 
     def __call__(self, x):
@@ -95,7 +92,9 @@ class LinenStack(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Dense(
-            WIDTH, kernel_init=nn.with_partitioning(_INIT, (None, "embed")), name="first"
+            WIDTH,
+            kernel_init=nn.with_partitioning(_INIT, (None, "embed")),
+            name="first",
         )(x)
         stack = nn.scan(
             LinenBlock,
@@ -141,6 +140,36 @@ def make_stack(rngs):
     """Without a mesh."""
     with nnx.use_eager_sharding(False):
         return NNXStack(rngs)
+
+
+# Two layers, for one matter at a time.
+
+
+class LinenPair(nn.Module):
+    def setup(self):
+        self.layers = [nn.Dense(3) for _ in range(2)]
+
+    def __call__(self, x):
+        return self.layers[1](self.layers[0](x))
+
+
+class NNXPair(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+
+
+TINY = {"fc": {"kernel": np.arange(6, dtype=np.float32).reshape(2, 3)}}
+
+
+class LinenTiny(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3, use_bias=False, name="fc")(x)
+
+
+class NNXTiny(nnx.Module):
+    def __init__(self, rngs):
+        self.fc = nnx.Linear(2, 3, use_bias=False, rngs=rngs)
 
 
 class User:
@@ -268,3 +297,36 @@ def restore(path, like):
     shapes = jax.tree.map(orbax.checkpoint.utils.to_shape_dtype_struct, like)
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         return checkpointer.restore(path, shapes)
+
+
+# What must come of the values, by hand.
+
+
+def cnn_in_nnx(params):
+    """By hand: a tree of the CNN's parameters in NNX's names."""
+    return {k if k != "Dense_0" else "head": v for k, v in params.items()}
+
+
+def list_in_nnx(params):
+    return {"layers": {i: params[f"layers_{i}"] for i in range(LAYERS)}}
+
+
+BY_HAND = {"cnn": cnn_in_nnx, "list": list_in_nnx, "stack": nn.unbox}
+
+
+def nnx_state(user, values=None, *kinds):
+    """The state of the user's NNX module without RNG, abstract or with values."""
+    module = nnx.eval_shape(lambda: user.nnx(nnx.Rngs(0)))
+    state = nnx.state(module, *(kinds or [nnx.Not(nnx.RngState)]))
+    if values is not None:
+        nnx.replace_by_pure_dict(state, values)
+    return state
+
+
+def expected_model(name):
+    user = USERS[name]
+    values = BY_HAND[name](user.state.params)
+    if name == "cnn":
+        stats = user.state.batch_stats["norm"]
+        values = {**values, "norm": {**values["norm"], **stats}}
+    return nnx_state(user, values)
