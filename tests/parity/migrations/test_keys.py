@@ -13,11 +13,7 @@ from flax import nnx
 
 from parity import migration
 from shared.stores import CheckpointError, from_tree, open_store
-from tests.parity.migrations.checking import (
-    assert_same,
-    digests,
-    read,
-)
+from tests.parity.migrations.checking import assert_same, digests, read
 from tests.parity.migrations.models import (
     LAYERS,
     LIST,

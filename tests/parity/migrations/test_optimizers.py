@@ -8,10 +8,7 @@ import pytest
 from flax import nnx
 
 from parity import migration
-from tests.parity.migrations.checking import (
-    assert_same,
-    read,
-)
+from tests.parity.migrations.checking import assert_same, digests, read
 from tests.parity.migrations.models import (
     LinenPair,
     NNXPair,
@@ -135,4 +132,23 @@ def test_an_nnx_optimizer_is_loaded_from_either_form(optimizer, tmp_path):
     for a, b in zip(mine, jax.tree.leaves(opt_state), strict=True):
         assert np.array_equal(a, b)
     migration.plan(tmp_path / "nnx", to="linen").write(tmp_path / "back")
+    assert_same(restore(tmp_path / "back", tree), tree)
+
+
+def test_a_train_state_of_nnx_goes_to_linen_and_back(tmp_path):
+    tx = OPTIMIZERS["chain"]
+    model = NNXPair(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    for i, (_, variable) in enumerate(nnx.to_flat_state(nnx.state(optimizer))):
+        variable.set_value(filled(variable.get_value(), i))
+    tree = {"model": nnx.state(model), "optimizer": nnx.state(optimizer)}
+    source = save_standard(tree, tmp_path / "x")
+    linen = {"linen": LinenPair(), "inputs": jnp.ones((1, 3))}
+    migration.plan(source, to="linen", **linen).write(tmp_path / "linen")
+    plan = migration.plan(
+        tmp_path / "linen", to="nnx", nnx=NNXPair, **linen, optimizer="nnx"
+    )
+    assert plan.ok, plan.differences
+    assert digests(plan.store) == digests(source)
+    plan.write(tmp_path / "back")
     assert_same(restore(tmp_path / "back", tree), tree)

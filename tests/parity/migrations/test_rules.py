@@ -11,17 +11,8 @@ from flax import nnx
 from parity import migration
 from parity.diff import diff
 from shared.stores import open_store
-from tests.parity.migrations.checking import (
-    assert_same,
-    digests,
-    read,
-)
-from tests.parity.migrations.models import (
-    filled,
-    normal,
-    restore,
-    save_standard,
-)
+from tests.parity.migrations.checking import assert_same, digests, read
+from tests.parity.migrations.models import filled, normal, restore, save_standard
 
 # Rules.
 

@@ -15,10 +15,7 @@ from hypothesis import strategies as st
 
 from parity import migration
 from shared.stores import CheckpointError, from_tree, open_store, path_text
-from tests.parity.migrations.checking import (
-    digests,
-    read,
-)
+from tests.parity.migrations.checking import digests, read
 from tests.parity.migrations.models import (
     LIST,
     TINY,

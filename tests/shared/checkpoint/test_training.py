@@ -780,7 +780,7 @@ assert os.waitpid(child(save), 0)[1] == 0
 whole = time.monotonic() - start
 random = np.random.default_rng(0)
 killed = unfinished = 0
-for trial in range(int(sys.argv[2])):
+while killed < int(sys.argv[2]) or not unfinished:
     pid = child(save)
     time.sleep(random.uniform(0.05, 1.0) * whole)
     os.kill(pid, signal.SIGKILL)
@@ -796,8 +796,8 @@ print(killed, unfinished)
 
 def test_a_killed_save_is_no_step_and_the_next_run_goes_on(tmp_path):
     killed, unfinished = map(int, finish(start(KILLED, tmp_path / "run", 8)).split())
-    assert killed >= 6
-    assert unfinished >= 1  # else none was killed while it wrote
+    assert killed >= 8
+    assert unfinished >= 1  # was killed while it wrote
 
 
 MEMORY = """
