@@ -29,7 +29,14 @@ from absl import flags
 from parity.cli import UsageError, check_files, define_step, say
 from parity.cli.progress import progress
 from parity.zoo import resolve
-from shared.checkpoint.convert import TARGETS, Plan, Target, convert, plan_conversion
+from shared.checkpoint.convert import (
+    TARGETS,
+    Plan,
+    Target,
+    check_destination,
+    convert,
+    plan_conversion,
+)
 from shared.checkpoint.maxtext import MaxTextLayout
 from shared.checkpoint.sharded import Processes, jax_processes
 from shared.checkpoint.source import FORMATS, Source, describe, open_source
@@ -129,6 +136,7 @@ def run(
         say(console, note)
     what = f"{len(plan.leaves):,} leaves, {plan.nbytes:,} bytes"
     if options["dry_run"]:
+        check_destination(plan, arguments[1])
         say(console, f"would write {target.format}: {what}: {arguments[1]}")
         digests: Mapping[str, str] = {}
     else:
@@ -169,7 +177,7 @@ def _open(path: str, options: Mapping[str, Any]) -> Source:
         format=options["from"],
         config=config,
         step=options["step"],
-        vocab_padding=options["from_vocab_padding"] or 0,
+        vocab_padding=options["from_vocab_padding"],
         **layout,
     )
 
@@ -210,10 +218,14 @@ _MEANT_FOR = {
 
 def _check_meant(target: str, options: Mapping[str, Any]) -> None:
     for flag, targets in _MEANT_FOR.items():
-        if options[flag] not in (None, False) and target not in targets:
+        given = options[flag] is not None and (flag != "carry" or options[flag])
+        if given and target not in targets:
             raise UsageError(
                 f"--{flag} is for --to={' or '.join(targets)}. Got --to={target}."
             )
+    unscanned = options["maxtext_layout"] == "unscanned"
+    if unscanned and options["param_scan_axis"] is not None:
+        raise UsageError("--maxtext_layout=unscanned has no --param_scan_axis.")
 
 
 def _as_dict(plan: Plan, digests: Mapping[str, str]) -> dict[str, Any]:

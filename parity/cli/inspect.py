@@ -80,7 +80,9 @@ def run(
         store = store.under(options["prefix"])
     rows = list(_rows(store, options, manifest))
     changed = [
-        row for row in rows if row.digest and row.expected not in (None, row.digest)
+        row
+        for row in rows
+        if row.digest and row.expected and row.expected != row.digest
     ]
     if options["json"]:
         text = json.dumps(_as_dict(store, rows, manifest), indent=2) + "\n"
@@ -116,7 +118,8 @@ def _layout(manifest: Manifest) -> str:
 def _rows(
     store: Store, options: Mapping[str, Any], manifest: Manifest | None
 ) -> Iterator[Row]:
-    above = f"{options['prefix']}/" if options["prefix"] else ""
+    parts = [part for part in (options["prefix"] or "").split("/") if part]
+    above = "".join(f"{part}/" for part in parts)
     total = sum(leaf.nbytes for leaf in store.leaves.values())
     with contextlib.ExitStack() as stack:
         advance = None

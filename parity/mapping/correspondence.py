@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -539,7 +540,7 @@ class _Matching:
                         "that adds an axis must add its name.",
                     )
         # A side that names no axis anywhere has declared nothing to compare.
-        if wrong or not (self._names("linen") and self._names("nnx")):
+        if wrong or not self._both_name_axes:
             return
         have = _axes_after(steps, [leaf.axes for leaf in draft.leaves])
         want = [_declared(leaf.axes) for leaf in draft.targets]
@@ -552,9 +553,11 @@ class _Matching:
                     + (" (in NNX's order of axes)" if steps else ""),
                 )
 
-    def _names(self, side: str) -> bool:
-        leaves = self.linen if side == "linen" else self.nnx.leaves
-        return any(_declared(leaf.axes) for leaf in leaves)
+    @functools.cached_property
+    def _both_name_axes(self) -> bool:
+        """Whether some leaf has axis names on either side."""
+        sides = self.linen, self.nnx.leaves
+        return all(any(_declared(leaf.axes) for leaf in side) for side in sides)
 
     def _left_over(self) -> None:
         taken = {leaf.text for draft in self.done for leaf in draft.targets}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,7 +23,13 @@ from shared.config import DecoderConfig
 from shared.layers import decoder, decoder_layer
 from shared.params import ParamSpec
 from shared.stores import CheckpointError, Leaf, Path, digest
-from shared.stores.folders import new_folder, sync, write_json
+from shared.stores.folders import (
+    as_folder,
+    check_new,
+    new_folder,
+    sync,
+    write_json,
+)
 from shared.stores.kv_path import is_url
 from shared.stores.safetensors import Reader
 from shared.stores.safetensors_writer import Progress, write_folder
@@ -100,6 +107,7 @@ def plan_conversion(source: Source, target: Target) -> Plan:
     config = source.config.replace(**changes)
     scheme = _scheme(config, source, target)
     have = source.scheme.sizes or units(source.config)
+    _check_partial(source, scheme, target)
     conversion = Conversion(
         dataclasses.replace(source.scheme, sizes=have), scheme, units(config)
     )
@@ -120,7 +128,9 @@ def plan_conversion(source: Source, target: Target) -> Plan:
             )
     else:
         leaves = dict(_tree(source, target, conversion, tensors))
-    if source.carried and target.format in ("hf", "zoo"):
+    if target.carry and source.lost:
+        raise CheckpointError("Tensors cannot be carried:", source.lost)
+    if source.carried:
         total = sum(leaf.nbytes for leaf in source.carried.values())
         what = f"{len(source.carried):,} tensors of {total:,} bytes that are no part "
         if target.carry:
@@ -128,8 +138,22 @@ def plan_conversion(source: Source, target: Target) -> Plan:
             leaves |= {(*top, name): leaf for name, leaf in source.carried.items()}
             notes.append(f"carried: {what}of the decoder")
         else:
-            notes.append(f"left out: {what}of the decoder (--carry keeps them)")
+            way = "--carry keeps them" if target.format in ("hf", "zoo") else "no place"
+            notes.append(f"left out: {what}of the decoder ({way})")
+    notes += [f"left out: {lost}" for lost in source.lost]
     return Plan(source, target, config, leaves, source.empty, tuple(notes))
+
+
+def _check_partial(source: Source, scheme: Scheme, target: Target) -> None:
+    """Moments of some parameters are not told from other leaves: they must stay."""
+    same = scheme.shapes == source.scheme.shapes
+    if source.partial and not same and target.format in ("zoo", "maxtext"):
+        raise CheckpointError(
+            f"{len(source.partial)} leaves look like optimizer state of only some "
+            "parameters, and would stay in the old layout: keep the layout, or leave "
+            "them out of the source.",
+            [path_text(tuple(map(str, path))) for path in source.partial[:20]],
+        )
 
 
 def _scheme(config: DecoderConfig, source: Source, target: Target) -> Scheme:
@@ -227,6 +251,7 @@ def convert(
         back is not what was written.
     """
     source = plan.source
+    check_destination(plan, folder)
     if is_url(folder) and (processes or plan.target.format in ("hf", "vllm")):
         raise CheckpointError(
             f"{folder}: to a URL one process writes zoo or maxtext: write to a disk "
@@ -245,7 +270,7 @@ def convert(
             processes,
             empty=plan.empty,
             item="items" if plan.target.format == "maxtext" else "",
-            files=source.files if plan.target.format == "zoo" else (),
+            files=source.files,
             check=functools.partial(_check_source, source, processes),
             progress=progress,
         )
@@ -260,10 +285,27 @@ def convert(
         empty=plan.empty,
         fingerprint=_fingerprint(plan),
         item="items" if plan.target.format == "maxtext" else "",
-        files=source.files if plan.target.format == "zoo" else (),
+        files=source.files,
         progress=progress,
     )
     return _digests(manifest)
+
+
+def check_destination(plan: Plan, folder: str | os.PathLike[str]) -> None:
+    """Finds out whether a folder can be written; writes nothing.
+
+    Raises:
+      CheckpointError: it exists and is not empty, cannot be made, or is in the source.
+    """
+    check_new(as_folder(folder))
+    if is_url(folder) or is_url(plan.source.path):
+        return
+    source, new = (pathlib.Path(p).resolve() for p in (plan.source.path, folder))
+    if source in new.parents:
+        raise CheckpointError(
+            f"{folder} is inside the source, which is not to be changed: give another "
+            "folder."
+        )
 
 
 def _digests(manifest: Manifest) -> dict[str, str]:
@@ -293,11 +335,18 @@ def _fingerprint(plan: Plan) -> dict[str, Any] | None:
     """Of all that the result depends on: the source's files, and what is asked for."""
     if is_url(plan.source.path):
         return None
-    root = pathlib.Path(plan.source.path)
+    root = pathlib.Path(plan.source.path).resolve()
     paths = sorted(root.rglob("*")) if root.is_dir() else [root]
     stats = [(path, path.stat()) for path in paths if path.is_file()]
+    places = [
+        [unit.leaf, unit.layer, spot.tensor, repr(spot.at), spot.expert]
+        for unit, spots in plan.source.scheme.spots.items()
+        for spot in spots
+    ]
     return {
+        "source": str(root),
         "files": [[str(p), stat.st_size, stat.st_mtime_ns] for p, stat in stats],
+        "places": hashlib.sha256(repr(places).encode()).hexdigest(),
         "format": plan.target.format,
         "config": repr(plan.config),
         "leaves": [

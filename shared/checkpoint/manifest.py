@@ -71,7 +71,13 @@ class Manifest:
                 f"The checkpoint holds a {self.tree} tree without the config of a "
                 "model of the zoo: convert or migrate it."
             )
-        return hf_config.from_hf(self.config).replace(**self.layout)
+        try:
+            return hf_config.from_hf(self.config).replace(**self.layout)
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"The manifest has a config or a layout that make no model ({error}): "
+                "fetch or write the checkpoint again."
+            ) from None
 
 
 def model_manifest(
@@ -125,13 +131,18 @@ def _as_dict(known: LeafRecord) -> dict[str, Any]:
 
 
 def find_manifest(folder: Folder) -> Manifest | None:
-    """The manifest of a checkpoint; None: it has none.
+    """The manifest of a checkpoint; None: it has none of ours.
 
     Raises:
       CheckpointError: it is damaged, or of a later version.
     """
     path = folder / FILE
-    return from_dict(read_json(path), str(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    data = read_json(path)
+    if not data.keys() & {"tree", "leaves"}:
+        return None  # other programs have files of this name, too
+    return from_dict(data, str(path))
 
 
 def from_dict(data: Mapping[str, Any], where: str) -> Manifest:

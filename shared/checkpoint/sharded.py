@@ -29,6 +29,7 @@ from shared.stores.orbax_writer import (
     WHOLE,
     Progress,
     Share,
+    check_dtypes,
     check_names,
     create_array,
     parts_of,
@@ -90,10 +91,11 @@ def write_sharded(
         work.step("check", check)
         work.step("begin", lambda: work.begin(stack) if first else None)
         work.step("write", work.write)
+        work.step("tree", lambda: work.write_tree(empty or {}) if first else None)
         work.step("verify", work.verify)
         return work.step(
             "end",
-            lambda: work.end(stack, describe, empty or {}, files) if first else None,
+            lambda: work.end(stack, describe, files) if first else None,
         )
 
 
@@ -149,6 +151,8 @@ class _Work:
     def begin(self, stack: ExitStack) -> None:
         """Makes the folder and the arrays in it."""
         check_names(self._leaves)
+        dtypes = {path: leaf.dtype for path, leaf in self._leaves.items()}
+        check_dtypes({path: d for path, d in dtypes.items() if d.kind != "U"})
         stack.enter_context(new_folder(self._folder))
         self._tree.mkdir(exist_ok=True)
         for path, leaf in self._leaves.items():
@@ -182,12 +186,13 @@ class _Work:
         among = range(self._processes.among)
         return [read_json(self._digests(what, number)) for number in among]
 
+    def write_tree(self, empty: Mapping[Path, str]) -> None:
+        """Makes a tree of the arrays."""
+        write_tree_file(self._tree, self._leaves, empty)
+
     def verify(self) -> None:
         """Reads some leaves back, whole, and compares them share by share."""
         written = self._all_digests("written")
-        if self._processes.number == 0:
-            write_tree_file(self._tree, self._leaves, {})
-        self._processes.wait("the tree file is there")
         store = open_store(self._partial, partial=True)
         digests, problems = {}, []
         for number, (path, leaf) in enumerate(self._leaves.items()):
@@ -231,7 +236,6 @@ class _Work:
         self,
         stack: ExitStack,
         describe: Callable[[Mapping[str, LeafRecord]], Manifest],
-        empty: Mapping[Path, str],
         files: Sequence[Folder],
     ) -> Manifest:
         """Writes the manifest and gives the folder its name."""
@@ -242,7 +246,6 @@ class _Work:
             path_text(path): record(leaf, found[path_text(path)])
             for path, leaf in self._leaves.items()
         }
-        write_tree_file(self._tree, self._leaves, empty)
         manifest = describe(records)
         write_manifest(self._partial, manifest)
         for number in range(self._processes.among):

@@ -18,7 +18,7 @@ from shared.checkpoint.scheme import Scheme, Shape, zoo_scheme
 from shared.config import DecoderConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
 from shared.stores.folders import Folder, as_folder, read_json
-from shared.stores.safetensors import Reader
+from shared.stores.safetensors import DTYPES, FLOATS, Reader
 
 FORMATS = ("zoo", "hf", "maxtext")
 CARRIED = "carried"  # what a decoder has no use for stands below it in our checkpoints
@@ -51,8 +51,10 @@ class Source:
       tensors: the parameters, by the names of the scheme.
       alike: trees like that of the parameters (optimizer moments), by their paths.
       rest: other leaves: counts, the step, RNG state.
+      partial: of those, what belongs to trees with only some of the parameters.
       empty: nodes without leaves.
       carried: tensors of a Hugging Face checkpoint that are no part of the decoder.
+      lost: of those, which cannot be carried, and why.
       files: what lies beside the weights and belongs to the model.
       origin: how the first source was written, so that it can be written so again.
       manifest: of a checkpoint of ours.
@@ -69,6 +71,8 @@ class Source:
     rest: Mapping[Path, Leaf] = dataclasses.field(default_factory=dict)
     empty: Mapping[Path, str] = dataclasses.field(default_factory=dict)
     carried: Mapping[str, Leaf] = dataclasses.field(default_factory=dict)
+    lost: tuple[str, ...] = ()
+    partial: tuple[Path, ...] = ()
     files: tuple[Folder, ...] = ()
     origin: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     manifest: Manifest | None = None
@@ -82,7 +86,7 @@ def open_source(
     format: str | None = None,
     config: DecoderConfig | None = None,
     step: int | None = None,
-    vocab_padding: int = 0,
+    vocab_padding: int | None = None,
     **layout: Any,
 ) -> Source:
     """Opens a checkpoint of any format.
@@ -92,7 +96,8 @@ def open_source(
       format: of `FORMATS`; None: found from what is there.
       config: of the model, for a checkpoint that does not say it.
       step: of a checkpoint manager's folder; None: the latest.
-      vocab_padding: rows behind the vocabulary, for a checkpoint without a manifest.
+      vocab_padding: rows behind the vocabulary, for a checkpoint without a manifest;
+        None: none.
       **layout: `scan_layers`, `scan_period` or `param_scan_axis` of the source; None
         where unknown.
 
@@ -104,33 +109,75 @@ def open_source(
     if not folder.exists():
         raise CheckpointError(f"There is no {path}. Give a checkpoint.")
     given = {name: value for name, value in layout.items() if value is not None}
+    if vocab_padding is not None:
+        given["vocab_padding"] = vocab_padding
     found = _detect_format(folder)
+    if format == "hf" or (format is None and found == "hf"):
+        more = {"config": config, "step": step}
+        more = {name: value for name, value in more.items() if value is not None}
+        _refuse(path, more | given)
+        return _open_hf(pathlib.Path(path))
     if format is not None and found not in (None, format):
         raise CheckpointError(
             f"{path} is said to be {format}, but it is {found}: leave --from out."
         )
-    if (format or found) == "hf":
-        if config is not None:
-            raise CheckpointError(
-                f"{path} has a config.json: another config cannot be given."
-            )
-        return _open_hf(pathlib.Path(path))
     store = open_store(path, step)
+    if step is not None and store.step is None:
+        raise CheckpointError(f"step={step} is given, but {path} has no steps.")
     manifest = find_manifest(as_folder(store.path)) or find_manifest(folder)
-    if manifest is not None and manifest.tree == "zoo":
-        return _open_ours(folder, store, manifest, config, given)
-    if manifest is not None and manifest.tree == "maxtext":
-        source = _open_maxtext(store, manifest.decoder_config(), given)
-        return dataclasses.replace(source, manifest=manifest, store=store)
+    if manifest is not None and manifest.tree in ("zoo", "maxtext"):
+        if format not in (None, manifest.tree):
+            raise CheckpointError(
+                f"{path} is said to be {format}, but its manifest says "
+                f"{manifest.tree}: leave --from out."
+            )
+        if manifest.tree == "zoo":
+            return _open_ours(folder, store, manifest, config, given)
+        return _open_our_maxtext(folder, store, manifest, config, given)
     if config is None:
         raise CheckpointError(
             f"{path} does not say which model it is of: give its config (--config, a "
             "preset or a folder with config.json)."
         )
-    config = config.replace(vocab_padding=vocab_padding)
+    config = config.replace(vocab_padding=given.pop("vocab_padding", 0))
     if (format or found or _tree_format(store)) == "maxtext":
         return _open_maxtext(store, config, given)
     return _open_tree(store, config, given)
+
+
+def _refuse(path: Any, given: Mapping[str, Any]) -> None:
+    """Nothing need be said of a Hugging Face folder, and nothing may be."""
+    if given:
+        text = ", ".join(
+            name if name == "config" else f"{name}={value}"
+            for name, value in given.items()
+        )
+        raise CheckpointError(
+            f"{path} has a config.json: another config cannot be given."
+            if "config" in given
+            else f"{path} is a Hugging Face folder, of which config.json says all: "
+            f"{text} cannot be given."
+        )
+
+
+def _open_our_maxtext(
+    folder: Folder,
+    store: Store,
+    manifest: Manifest,
+    config: DecoderConfig | None,
+    given: dict[str, Any],
+) -> Source:
+    check_leaves(store, manifest)
+    own = manifest.decoder_config()
+    padding = {k: given.pop(k) for k in ("vocab_padding",) if k in given}
+    _check_given(folder, own, config, padding)
+    return dataclasses.replace(
+        _open_maxtext(store, own, given),
+        origin=manifest.origin,
+        files=_files(folder),
+        manifest=manifest,
+        store=store,
+    )
 
 
 def _detect_format(folder: Folder) -> str | None:
@@ -161,6 +208,8 @@ def _open_hf(folder: pathlib.Path) -> Source:
     if tied_copy:
         hf_checks.check_tied(reader, names.head, names.embedding)
     carried = [name for name in reader.tensors if names.ignores(name)]
+    unlisted = [name for name in reader.unlisted if names.ignores(name)]
+    lost = [n for n in carried if reader.tensors[n].dtype not in DTYPES]
     fused = any(row.name(0) in reader.tensors for row in names.fused_experts)
     fused = fused or any(tensor.row in names.fused_experts for tensor in wanted)
     origin = {
@@ -175,7 +224,11 @@ def _open_hf(folder: pathlib.Path) -> Source:
         config=config,
         scheme=hf_names.scheme(config, wanted),
         tensors={tensor.name: reader.leaf(tensor.name) for tensor in wanted},
-        carried={name: reader.leaf(name) for name in carried},
+        carried={name: reader.leaf(name) for name in carried if name not in lost},
+        lost=(
+            *(f"{n}: dtype {reader.tensors[n].dtype} is not known here" for n in lost),
+            *(f"{name}: it is not in the index" for name in unlisted),
+        ),
         files=_files(folder),
         origin=origin,
         notes=tuple(f"ignored, not in the index: {name}" for name in reader.stray),
@@ -194,10 +247,11 @@ def _open_ours(
     _check_given(folder, own, config, given)
     source = _split(store, zoo_scheme(own), own, ("params",))
     names = [path for path in source.rest if path[0] == CARRIED]
-    carried = {".".join(map(str, path[1:])): source.rest[path] for path in names}
+    carried = {"/".join(map(str, path[1:])): source.rest[path] for path in names}
     return dataclasses.replace(
         source,
         rest={p: leaf for p, leaf in source.rest.items() if p not in names},
+        partial=tuple(path for path in source.partial if path not in names),
         carried=carried,
         files=_files(folder),
         origin=manifest.origin,
@@ -221,7 +275,7 @@ def _check_given(
     problems = [
         f"{name}={value} is given, and the manifest says {getattr(own, name)}"
         for name, value in given.items()
-        if getattr(own, name) != value
+        if not zoo_layouts.has(own, name, value)
     ]
     if config is not None and hf_config.to_hf(config) != hf_config.to_hf(own):
         ours, theirs = hf_config.to_hf(own), hf_config.to_hf(config)
@@ -268,10 +322,25 @@ def _open_maxtext(
     return dataclasses.replace(
         source,
         format="maxtext",
-        alike={path[:-1]: tree for path, tree in source.alike.items()},
+        alike=_without_params(source.alike),
         origin={"format": "maxtext", **dataclasses.asdict(layout)},
         notes=(*source.notes, note),
     )
+
+
+def _without_params(
+    alike: Mapping[Path, Mapping[str, Leaf]],
+) -> dict[Path, Mapping[str, Leaf]]:
+    """MaxText has moments below `mu/params`, and so do others, or below `mu`."""
+    found: dict[Path, Mapping[str, Leaf]] = {}
+    for path, tree in alike.items():
+        top = path[:-1] if path[-1:] == ("params",) else path
+        if top in found or not top:
+            raise CheckpointError(
+                f"Two trees would stand at {path_text(top)}: rename one."
+            )
+        found[top] = tree
+    return found
 
 
 def _maxtext_layout(
@@ -279,7 +348,12 @@ def _maxtext_layout(
 ) -> maxtext.MaxTextLayout:
     """The layout that the tree is in, which may not be another than the given one."""
     name = maxtext.detect_name(shapes)
-    if name != "unscanned" and "param_scan_axis" in given:
+    if name == "unscanned" and "param_scan_axis" in given:
+        raise CheckpointError(
+            f"param_scan_axis={given['param_scan_axis']} is given, but the names are "
+            f"of MaxText's layout {name!r}, which has no stack axes: leave it out."
+        )
+    if "param_scan_axis" in given:
         layout = maxtext.MaxTextLayout(name, given["param_scan_axis"])
     else:
         layout = maxtext.detect_layout(shapes, config)
@@ -303,11 +377,13 @@ def _split(store: Store, scheme: Scheme, config: DecoderConfig, above: Path) -> 
             [f"{path_text(path)}: {why}" for path, why in store.refused.items()],
         )
     trees = dict(_trees(store, scheme))
+    partial = _partial(store, scheme, trees)
     if above not in trees:
         raise CheckpointError(
             f"{store.path} has no parameters under {path_text(above)}."
         )
     inside = {(*top, *name.split("/")) for top in trees for name in scheme.shapes}
+    _check_floats({name: trees[above][name].dtype for name in scheme.shapes})
     return Source(
         path=store.path,
         format="zoo",
@@ -316,9 +392,37 @@ def _split(store: Store, scheme: Scheme, config: DecoderConfig, above: Path) -> 
         tensors=trees.pop(above),
         alike=trees,
         rest={path: leaf for path, leaf in store.leaves.items() if path not in inside},
+        partial=partial,
         empty=store.empty,
         notes=store.notes,
     )
+
+
+def _check_floats(dtypes: Mapping[str, Any]) -> None:
+    problems = [
+        f"{name} is {dtype}"
+        for name, dtype in dtypes.items()
+        if dtype not in FLOATS.values()
+    ]
+    if problems:
+        floats = ", ".join(map(str, FLOATS.values()))
+        raise CheckpointError(f"Parameters must be one of {floats}:", problems)
+
+
+def _partial(
+    store: Store, scheme: Scheme, trees: Mapping[Path, Any]
+) -> tuple[Path, ...]:
+    """Leaves that are named like parameters, below a place that lacks some of them."""
+    names = {tuple(name.split("/")) for name in scheme.shapes}
+    found: dict[Path, list[Path]] = {}
+    for path in store.leaves:
+        for length in range(len(path), 0, -1):
+            top = path[: len(path) - length]
+            if path[-length:] in names and top not in trees:
+                if not any(path[: len(tree)] == tree for tree in trees):
+                    found.setdefault(top, []).append(path)
+                break
+    return tuple(path for paths in found.values() if len(paths) > 1 for path in paths)
 
 
 def _trees(store: Store, scheme: Scheme) -> Iterator[tuple[Path, dict[str, Leaf]]]:

@@ -65,7 +65,7 @@ def detect(
     chosen = [
         found
         for found in fitting
-        if all(getattr(found[0], name) == value for name, value in given.items())
+        if all(has(found[0], name, value) for name, value in given.items())
     ]
     if len(chosen) == 1:
         return chosen[0][:2]
@@ -82,6 +82,14 @@ def detect(
             "which (scan_layers, scan_period, param_scan_axis)."
         )
     raise CheckpointError(f"{asked} is asked for, but the tree is in: {found}.")
+
+
+def has(config: DecoderConfig, name: str, value: Any) -> bool:
+    """Whether a config's layout is the given one; a period that was found counts."""
+    if name == "scan_period":
+        repeated = [group for group in config.plan.groups if group.repeats is not None]
+        return value in (config.scan_period, *(group.period for group in repeated))
+    return bool(getattr(config, name) == value)
 
 
 def _candidates(config: DecoderConfig) -> list[tuple[DecoderConfig, Scheme, str]]:

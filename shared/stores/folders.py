@@ -88,6 +88,35 @@ def is_partial(folder: pathlib.Path) -> bool:
     return folder.name.startswith(".") and folder.name.endswith(".partial")
 
 
+def check_new(folder: Folder) -> None:
+    """Finds out whether a new folder can be written; writes nothing.
+
+    Raises:
+      CheckpointError: it exists and is not an empty folder, or cannot be made.
+    """
+    if isinstance(folder, KvPath):
+        if folder.is_dir() and not (folder / UNFINISHED).is_file():
+            names = sorted(path.name for path in folder.iterdir())
+            raise CheckpointError(
+                f"{folder} exists. It has {some(names, 8)}. Give another name."
+            )
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(
+            f"{folder} exists. {contents(folder)} Give a new or an empty folder."
+        )
+    if folder.is_symlink() or folder.is_mount():
+        raise CheckpointError(
+            f"{folder} is a link or a mount point, which a finished folder cannot "
+            "replace: give a folder in it."
+        )
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise CheckpointError(
+            f"{folder} cannot be made: {above} is no folder that can be written."
+        )
+
+
 @contextlib.contextmanager
 def new_folder(folder: pathlib.Path, *, resume: bool = False) -> Iterator[pathlib.Path]:
     """A folder that appears, whole, under the name `folder`, or not at all.
@@ -102,10 +131,7 @@ def new_folder(folder: pathlib.Path, *, resume: bool = False) -> Iterator[pathli
       CheckpointError: `folder` exists and is not an empty folder, or another process
         is writing it.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise CheckpointError(
-            f"{folder} exists. {contents(folder)} Give a new or an empty folder."
-        )
+    check_new(folder)
     partial = partial_folder(folder)
     partial.mkdir(parents=True, exist_ok=True)
     with _locked(partial):
@@ -130,12 +156,8 @@ def new_remote(folder: KvPath) -> Iterator[None]:
     Raises:
       CheckpointError: there is something under this name that is not unfinished.
     """
+    check_new(folder)
     marker = folder / UNFINISHED
-    if folder.is_dir() and not marker.is_file():
-        names = sorted(path.name for path in folder.iterdir())
-        raise CheckpointError(
-            f"{folder} exists. It has {some(names, 8)}. Give another name."
-        )
     folder.clear()
     marker.write_text("This checkpoint is being written, or its writer was killed.\n")
     try:

@@ -88,6 +88,26 @@ BAD = [
     ([GOLDEN, "new", "--experts=fused"], "--experts is for --to=hf. Got --to=zoo."),
     ([GOLDEN, "new", "--config=qwen3-next-tiny"], "another config cannot be given"),
     ([GOLDEN, "new", "--from=zoo"], "is said to be zoo, but it is hf"),
+    (
+        [GOLDEN, "new", "--to=maxtext", "--noscan_layers"],
+        "--scan_layers is for --to=zoo",
+    ),
+    (
+        [GOLDEN, "new", "--to=hf", "--param_scan_axis=0"],
+        "--param_scan_axis is for --to=zoo",
+    ),
+    (
+        [
+            GOLDEN,
+            "new",
+            "--to=maxtext",
+            "--maxtext_layout=unscanned",
+            "--param_scan_axis=0",
+        ],
+        "--maxtext_layout=unscanned has no --param_scan_axis",
+    ),
+    ([GOLDEN, ".", "--dry_run", "--step=3"], "step=3 cannot be given"),
+    ([GOLDEN, GOLDEN, "--dry_run"], "exists. It has"),
     ([GOLDEN, "new", "--to=nnx"], "value should be one of <zoo|hf|maxtext|vllm>"),
     ([GOLDEN, "new", "--scan_period=3"], "scan_period=3 contradicts the layers"),
     ([GOLDEN, "new", "--process=1"], "Give --coordinator, --processes and --process"),

@@ -1,5 +1,6 @@
 """Conversion: any format into any other, byte for byte, or a message that says why."""
 
+import dataclasses
 import functools
 import hashlib
 import itertools
@@ -607,6 +608,122 @@ def test_a_training_step_goes_on_from_a_converted_checkpoint(tmp_path):
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
 
 
+def test_moments_stay_apart_where_no_level_is_called_params(tmp_path):
+    """MaxText's parameters with moments beside them, as other tools keep them."""
+    with np.load(MAXTEXT / "scanned_params.npz") as file:
+        params = dict(file)
+    tree = {f"params/{name}": leaf for name, leaf in params.items()}
+    for i, moment in enumerate(("mu", "nu"), start=2):
+        tree |= {f"opt_state/{moment}/{name}": i * x for name, x in params.items()}
+    np.savez(tmp_path / "it.npz", **tree)
+    source = open_source(tmp_path / "it.npz", config=config_of(6))
+    run(source, tmp_path / "zoo", Target("zoo"))
+    tree = orbax.checkpoint.PyTreeCheckpointer().restore(tmp_path / "zoo")
+    for i, moment in enumerate(("mu", "nu"), start=2):
+        np.testing.assert_array_equal(
+            tree["opt_state"][moment]["embed_tokens"],
+            i * tree["params"]["embed_tokens"],
+        )
+
+
+def test_moments_of_some_parameters_are_not_left_in_an_old_layout(tmp_path):
+    """As `optax.masked` keeps them: here of all but the norms."""
+    config = EIGHT
+    params = numpy_tree(config)
+    tree = {f"params/{path}": leaf for path, leaf in params.items()}
+    tree |= {f"opt/mu/{p}": leaf for p, leaf in params.items() if "norm" not in p}
+    source = open_source(save_bare(tmp_path / "bare", tree), config=config)
+    for layout in ({"scan_layers": False}, {"vocab_padding": 8}):
+        with pytest.raises(CheckpointError, match="(?s)only some parameters.*opt/mu/"):
+            plan_conversion(source, Target("zoo", layout))
+    same = run(source, tmp_path / "zoo", Target("zoo"))
+    stored = orbax.checkpoint.PyTreeCheckpointer().restore(same)["opt"]["mu"]
+    np.testing.assert_array_equal(stored["embed_tokens"], params["embed_tokens"])
+
+
+def test_the_way_through_maxtext_keeps_how_the_source_was_written(tmp_path):
+    golden = copy_golden("qwen3_next_8l/fused_experts", tmp_path / "hf")
+    (golden / "tokenizer.json").write_text("{}")
+    between = run(golden, tmp_path / "maxtext", Target("maxtext"))
+    again = run(between, tmp_path / "again", Target("hf"))
+    assert_same_files(again, golden)
+    assert (again / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"step": 3}, "step=3"),
+        ({"param_scan_axis": 1}, "param_scan_axis=1"),
+        ({"vocab_padding": 9}, "vocab_padding=9"),
+        ({"config": EIGHT}, "another config cannot be given"),
+    ],
+)
+def test_nothing_is_said_of_a_hugging_face_folder(given, message):
+    with pytest.raises(CheckpointError, match=f"{message}.*cannot be given|{message}"):
+        open_source(GOLDENS / "qwen3_next_6l", **given)
+
+
+def test_what_is_said_of_ours_is_compared(tmp_path):
+    zoo = run(GOLDENS / "qwen3_next_6l", tmp_path / "zoo", Target("zoo"))
+    maxtext = run(zoo, tmp_path / "maxtext", Target("maxtext"))
+    for folder, said, message in [
+        (zoo, {"format": "maxtext"}, "is said to be maxtext.*manifest says zoo"),
+        (zoo, {"step": 3}, "step=3 is given, but .* has no steps"),
+        (zoo, {"vocab_padding": 9}, "vocab_padding=9 is given.*says 0"),
+        (zoo, {"scan_period": 3}, "scan_period=3 is given"),
+        (maxtext, {"format": "zoo"}, "is said to be zoo.*manifest says maxtext"),
+        (maxtext, {"config": EIGHT}, "num_hidden_layers=8 is given.*says 6"),
+        (maxtext, {"scan_layers": False}, "scan_layers=False is given"),
+        (maxtext, {"vocab_padding": 9}, "vocab_padding=9 is given.*says 0"),
+    ]:
+        with pytest.raises(CheckpointError, match=f"(?s){message}"):
+            open_source(folder, **said)
+    assert open_source(zoo, scan_period=4, scan_layers=True).config.scan_period is None
+    bare = save_bare(tmp_path / "bare", numpy_tree(EIGHT))
+    assert open_source(bare, config=EIGHT, scan_period=4)
+    unscanned = MAXTEXT / "unscanned_params.npz"
+    with pytest.raises(CheckpointError, match="param_scan_axis=0 is given.*unscanned"):
+        open_source(unscanned, config=config_of(6), param_scan_axis=0)
+
+
+def test_parameters_are_floats(tmp_path):
+    tree = numpy_tree(EIGHT)
+    tree["norm"] = tree["norm"].astype(np.complex64)
+    tree["lm_head"] = tree["lm_head"].astype(np.int32)
+    np.savez(tmp_path / "it.npz", **tree)
+    with pytest.raises(CheckpointError) as error:
+        open_source(tmp_path / "it.npz", config=EIGHT)
+    assert "norm is complex64" in str(error.value)
+    assert "lm_head is int32" in str(error.value)
+
+
+def test_names_that_are_carried_stay_as_they_are(tmp_path):
+    given, tensors = three(tmp_path)
+    extra = {"mtp.a/b.weight": np.float32([1]), "mtp.a.b.weight": np.float32([2])}
+    folder = write(tmp_path / "hf", given, {**tensors, **extra})
+    zoo = run(folder, tmp_path / "zoo", Target("zoo", carry=True))
+    again = read(run(zoo, tmp_path / "again", Target("hf", carry=True)))
+    assert again["mtp.a/b.weight"] == 1 and again["mtp.a.b.weight"] == 2
+    for target in (Target("maxtext"), Target("vllm")):
+        notes = plan_conversion(open_source(folder), target).notes
+        assert any("2 tensors of 8 bytes" in note for note in notes)
+
+
+def test_a_dtype_that_nobody_knows_matters_only_if_it_is_carried(tmp_path):
+    given, tensors = three(tmp_path)
+    folder = write(tmp_path / "hf", given, {**tensors, "mtp.x": np.zeros(4, np.uint8)})
+    file = folder / "model.safetensors"
+    data = file.read_bytes()
+    file.write_bytes(data.replace(b'"mtp.x":{"dtype":"U8"', b'"mtp.x":{"dtype":"I8"'))
+    source = dataclasses.replace(open_source(folder), lost=("mtp.y: dtype F4",))
+    assert "left out: mtp.y: dtype F4" in plan_conversion(source, Target("zoo")).notes
+    with pytest.raises(
+        CheckpointError, match="(?s)cannot be carried:.*mtp.y: dtype F4"
+    ):
+        plan_conversion(source, Target("zoo", carry=True))
+
+
 # -- damage ---------------------------------------------------------------------------
 
 
@@ -689,6 +806,42 @@ def test_what_a_target_has_no_place_for_is_told(tmp_path):
     dense = open_source(GOLDENS / "qwen3_next_dense_mix")
     with pytest.raises(CheckpointError, match="dense"):
         plan_conversion(dense, Target("maxtext"))
+
+
+def test_a_destination_is_looked_at_before_anything_is_read(tmp_path):
+    zoo = run(GOLDENS / "qwen3_next_6l", tmp_path / "zoo", Target("zoo"))
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    before = digest_of(zoo)
+    plan = plan_conversion(open_source(zoo), Target("hf"))
+    for folder, message in [
+        (zoo / "inner", "is inside the source"),
+        (zoo, "exists. It has"),
+        (tmp_path / "link", "is a link"),
+        (zoo / "manifest.json" / "new", "is no folder that can be written"),
+    ]:
+        with pytest.raises(CheckpointError, match=message):
+            convert(plan, folder)
+    assert digest_of(zoo) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "real", "zoo"]
+
+
+def test_a_manifest_of_somebody_else_is_none_of_ours(tmp_path):
+    golden = copy_golden("qwen3_next_6l", tmp_path / "hf")
+    (golden / "manifest.json").write_text('{"name": "an app"}')
+    assert open_source(golden).format == "hf"
+
+
+def test_a_manifest_with_a_layout_that_nobody_has(tmp_path):
+    zoo = run(GOLDENS / "qwen3_next_6l", tmp_path / "zoo", Target("zoo"))
+    file = zoo / "manifest.json"
+    data = json.loads(file.read_text())
+    data["layout"]["stacked_twice"] = True
+    file.write_text(json.dumps(data))
+    with pytest.raises(
+        CheckpointError, match="a config or a layout that make no model"
+    ):
+        open_source(zoo)
 
 
 def test_what_a_killed_run_has_left_is_thrown_away(tmp_path):
