@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
 from shared.checkpoint import hf_config, hf_names, vllm
-from shared.checkpoint.manifest import LAYOUT, Manifest, check_digests, model_manifest
+from shared.checkpoint.manifest import (
+    LAYOUT,
+    LeafRecord,
+    Manifest,
+    check_digests,
+    model_manifest,
+)
 from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
 from shared.checkpoint.native import write_checkpoint
 from shared.checkpoint.scheme import Conversion, Scheme, Unit, units, zoo_scheme
@@ -233,8 +240,8 @@ def convert(
 ) -> dict[str, str]:
     """Writes what was planned, and reads it back.
 
-    The folder appears when it is complete and equal to what was to be written. A source
-    with a manifest is compared with it first.
+    The folder appears when it is complete and equal to what was to be written, and, of
+    a source with a manifest, all of it what the manifest says.
 
     Args:
       plan: from `plan_conversion`.
@@ -275,17 +282,37 @@ def convert(
             progress=progress,
         )
         return {} if written is None else _digests(written)
-    _check_source(source)
+    with concurrent.futures.ThreadPoolExecutor(1) as thread:
+        # Beside the writing, which is not shown before this has passed.
+        checked = thread.submit(_check_source, source)
+        try:
+            return _write(plan, folder, progress, checked.result)
+        except CheckpointError:
+            checked.result()  # what is wrong with the source says more
+            raise
+
+
+def _write(
+    plan: Plan,
+    folder: str | os.PathLike[str],
+    progress: Progress | None,
+    check: Callable[[], Any],
+) -> dict[str, str]:
     if plan.target.format in ("hf", "vllm"):
-        return _write_safetensors(plan, pathlib.Path(folder), progress)
+        return _write_safetensors(plan, pathlib.Path(folder), progress, check)
+
+    def describe(records: Mapping[str, LeafRecord]) -> Manifest:
+        check()
+        return _manifest(plan, records)
+
     manifest = write_checkpoint(
         folder,
         plan.leaves,
-        lambda records: _manifest(plan, records),
+        describe,
         empty=plan.empty,
         fingerprint=_fingerprint(plan),
         item="items" if plan.target.format == "maxtext" else "",
-        files=source.files,
+        files=plan.source.files,
         progress=progress,
     )
     return _digests(manifest)
@@ -357,7 +384,10 @@ def _fingerprint(plan: Plan) -> dict[str, Any] | None:
 
 
 def _write_safetensors(
-    plan: Plan, folder: pathlib.Path, progress: Progress | None
+    plan: Plan,
+    folder: pathlib.Path,
+    progress: Progress | None,
+    check: Callable[[], Any],
 ) -> dict[str, str]:
     tensors = {path[0]: leaf for path, leaf in plan.leaves.items()}
     with new_folder(folder.absolute()) as partial:
@@ -375,6 +405,7 @@ def _write_safetensors(
                     f"{name} was read back from {partial} with other bytes than were "
                     "written: check the disk."
                 )
+        check()
         for file in plan.source.files:
             (partial / file.name).write_bytes(file.read_bytes())
         for path in partial.iterdir():

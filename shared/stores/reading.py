@@ -83,8 +83,8 @@ def read_ahead(read: Read, parts: Iterable[Part]) -> Iterator[tuple[Part, np.nda
     yield now, ahead.result()
 
 
-# One for all: what a thread has freed, its arena keeps.
-_READER = concurrent.futures.ThreadPoolExecutor(1, "read ahead")
+# Two for all: what a thread has freed, its arena keeps.
+_READER = concurrent.futures.ThreadPoolExecutor(2, "read ahead")
 
 
 def _in_order(read: Read, part: Part) -> np.ndarray:
