@@ -33,10 +33,9 @@ from shared.checkpoint.manifest import (
     Manifest,
     as_dict,
     check_leaves,
-    find_manifest,
+    manifest_of,
 )
 from shared.stores import Store, digest, open_store, path_text
-from shared.stores.folders import as_folder
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -101,7 +100,7 @@ def _manifest(store: Store, argument: str) -> Manifest | None:
     Raises:
       CheckpointError: paths, shapes or dtypes differ.
     """
-    found = find_manifest(as_folder(store.path)) or find_manifest(as_folder(argument))
+    found = manifest_of(store, argument)
     if found is not None:
         check_leaves(store, found)
     return found

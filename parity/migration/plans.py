@@ -29,7 +29,7 @@ from shared.checkpoint.manifest import (
 )
 from shared.checkpoint.native import write_checkpoint
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
-from shared.stores.folders import contents
+from shared.stores.folders import check_new
 from shared.stores.store import numeric_order, some
 
 SIDES = ("linen", "nnx")
@@ -150,10 +150,7 @@ class Plan:
                 f"{target} is in the source, {source}, which is never touched: give "
                 "another folder."
             )
-        if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise CheckpointError(
-                f"{target} exists. {contents(target)} Give a new or an empty folder."
-            )
+        check_new(target)
 
     def check_source(self, progress: Callable[[int], Any] | None = None) -> None:
         """Compares the source with its manifest, if it has one; all of it is read.

@@ -23,13 +23,11 @@ from shared.checkpoint.manifest import (
 )
 from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
 from shared.checkpoint.native import write_checkpoint
-from shared.checkpoint.scheme import Conversion, Scheme, Unit, units, zoo_scheme
+from shared.checkpoint.scheme import Conversion, Scheme, unit_specs, units, zoo_scheme
 from shared.checkpoint.sharded import Processes, write_sharded
 from shared.checkpoint.source import CARRIED, Source
 from shared.config import DecoderConfig
-from shared.layers import decoder, decoder_layer
-from shared.params import ParamSpec
-from shared.stores import CheckpointError, Leaf, Path, digest
+from shared.stores import CheckpointError, Leaf, Path, digest, path_text
 from shared.stores.folders import (
     as_folder,
     check_new,
@@ -40,7 +38,6 @@ from shared.stores.folders import (
 from shared.stores.kv_path import is_url
 from shared.stores.safetensors import Reader
 from shared.stores.safetensors_writer import Progress, write_folder
-from shared.trees import flatten, path_text
 
 TARGETS = ("zoo", "hf", "maxtext", "vllm")
 SHARD_BYTES = 5_000_000_000
@@ -154,6 +151,7 @@ def plan_conversion(source: Source, target: Target) -> Plan:
 def _check_partial(source: Source, scheme: Scheme, target: Target) -> None:
     """Moments of some parameters are not told from other leaves: they must stay."""
     same = scheme.shapes == source.scheme.shapes
+    same = same and scheme.places() == source.scheme.places()
     if source.partial and not same and target.format in ("zoo", "maxtext"):
         raise CheckpointError(
             f"{len(source.partial)} leaves look like optimizer state of only some "
@@ -182,13 +180,7 @@ def _scheme(config: DecoderConfig, source: Source, target: Target) -> Scheme:
 
 def _dtypes(config: DecoderConfig, scheme: Scheme) -> dict[str, np.dtype]:
     """The dtype of each tensor of a model whose parameters are `config.param_dtype`."""
-    specs: dict[Unit, ParamSpec] = {
-        Unit(path_text(path), None): spec
-        for path, spec in flatten(decoder.outer_specs(config))
-    }
-    for layer, kind in enumerate(config.layers):
-        for path, spec in flatten(decoder_layer.param_specs(config, kind)):
-            specs[Unit(path_text(path), layer)] = spec
+    specs = unit_specs(config)
     return {
         name: np.dtype(specs[content[0][0]].dtype(config.param_dtype))
         for name, content in scheme.contents().items()
@@ -365,11 +357,7 @@ def _fingerprint(plan: Plan) -> dict[str, Any] | None:
     root = pathlib.Path(plan.source.path).resolve()
     paths = sorted(root.rglob("*")) if root.is_dir() else [root]
     stats = [(path, path.stat()) for path in paths if path.is_file()]
-    places = [
-        [unit.leaf, unit.layer, spot.tensor, repr(spot.at), spot.expert]
-        for unit, spots in plan.source.scheme.spots.items()
-        for spot in spots
-    ]
+    places = plan.source.scheme.places()
     return {
         "source": str(root),
         "files": [[str(p), stat.st_size, stat.st_mtime_ns] for p, stat in stats],

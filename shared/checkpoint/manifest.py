@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shared.checkpoint import hf_config
 from shared.config import DecoderConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, digest, path_text
-from shared.stores.folders import Folder, read_json, write_json
+from shared.stores.folders import Folder, as_folder, read_json, write_json
 
 FILE = "manifest.json"
 VERSION = 1
@@ -143,6 +144,11 @@ def find_manifest(folder: Folder) -> Manifest | None:
     if not data.keys() & {"tree", "leaves"}:
         return None  # other programs have files of this name, too
     return from_dict(data, str(path))
+
+
+def manifest_of(store: Store, given: str | os.PathLike[str]) -> Manifest | None:
+    """The manifest of what was opened: in the tree's folder, or in the one given."""
+    return find_manifest(as_folder(store.path)) or find_manifest(as_folder(given))
 
 
 def from_dict(data: Mapping[str, Any], where: str) -> Manifest:

@@ -356,37 +356,6 @@ def detect_name(shapes: Mapping[str, Shape]) -> Name:
     return next(iter(found))
 
 
-def check_tensors(shapes: Mapping[str, Shape], scheme: Scheme) -> None:
-    """Compares names and shapes with those that a format has.
-
-    Args:
-      shapes: of the tensors that there are.
-      scheme: of the format.
-
-    Raises:
-      CheckpointError: lists all that are missing, unexpected or misshapen.
-    """
-    wanted = scheme.shapes
-    problems = {
-        "missing": [f"missing: {n} {wanted[n]}" for n in wanted if n not in shapes],
-        "unexpected": [
-            f"unexpected: {n} {shapes[n]}" for n in shapes if n not in wanted
-        ],
-        "wrong shape": [
-            f"wrong shape: {n} must be {wanted[n]}. Got {shapes[n]}"
-            for n in wanted
-            if n in shapes and shapes[n] != wanted[n]
-        ],
-    }
-    counts = [f"{len(lines)} {sort}" for sort, lines in problems.items() if lines]
-    if counts:
-        raise CheckpointError(
-            f"The tensors do not fit the config: {', '.join(counts)}. Correct the "
-            "config or the layout.",
-            list(itertools.chain(*problems.values())),
-        )
-
-
 _PREFIXES = ("params/params", "params", "")
 
 

@@ -23,7 +23,7 @@ from shared.checkpoint.manifest import (
     Manifest,
     check_digests,
     check_leaves,
-    find_manifest,
+    manifest_of,
     model_manifest,
     record,
     write_manifest,
@@ -154,7 +154,7 @@ def open_checkpoint(
     """
     store = open_store(folder, step)
     # A step's lies beside its tree.
-    manifest = find_manifest(as_folder(store.path)) or find_manifest(as_folder(folder))
+    manifest = manifest_of(store, folder)
     if manifest is None:
         raise CheckpointError(
             f"{folder} has no manifest.json, so it is no checkpoint of ours: convert "

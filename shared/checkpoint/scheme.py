@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder, decoder_layer
+from shared.params import ParamSpec
 from shared.stores import CheckpointError, Leaf
 from shared.stores.store import Index, Piece, constant
 from shared.stores.views import (
@@ -113,6 +115,14 @@ class Scheme:
     spots: Mapping[Unit, Sequence[Spot]]
     sizes: Mapping[Unit, Shape] | None = None
 
+    def places(self) -> list[tuple[Unit, str, Index, int | None]]:
+        """Where each unit is: equal for two schemes that lay a tree out alike."""
+        return [
+            (unit, spot.tensor, spot.at, spot.expert)
+            for unit, spots in self.spots.items()
+            for spot in spots
+        ]
+
     def contents(self) -> dict[str, list[tuple[Unit, Spot]]]:
         """What each tensor holds."""
         found: dict[str, list[tuple[Unit, Spot]]] = {name: [] for name in self.shapes}
@@ -122,19 +132,61 @@ class Scheme:
         return found
 
 
-def units(config: DecoderConfig) -> dict[Unit, Shape]:
+def unit_specs(config: DecoderConfig) -> dict[Unit, ParamSpec]:
     """Every unit of a model, outer ones first, then layer by layer."""
     found = {
-        Unit(path_text(path), None): spec.shape
+        Unit(path_text(path), None): spec
         for path, spec in flatten(decoder.outer_specs(config))
     }
-    shapes: dict[LayerKind, dict[str, Shape]] = {}
+    of_kind: dict[LayerKind, dict[str, ParamSpec]] = {}
     for layer, kind in enumerate(config.layers):
-        if kind not in shapes:
+        if kind not in of_kind:
             specs = flatten(decoder_layer.param_specs(config, kind))
-            shapes[kind] = {path_text(path): spec.shape for path, spec in specs}
-        found |= {Unit(leaf, layer): shape for leaf, shape in shapes[kind].items()}
+            of_kind[kind] = {path_text(path): spec for path, spec in specs}
+        found |= {Unit(leaf, layer): spec for leaf, spec in of_kind[kind].items()}
     return found
+
+
+def units(config: DecoderConfig) -> dict[Unit, Shape]:
+    """The shape of every unit of a model."""
+    return {unit: spec.shape for unit, spec in unit_specs(config).items()}
+
+
+def differences(
+    shapes: Mapping[str, Shape], wanted: Mapping[str, Shape]
+) -> dict[str, list[str]]:
+    """Lines for what is missing, unexpected or misshapen among tensors, by sort."""
+    return {
+        "missing": [f"missing: {n} {wanted[n]}" for n in wanted if n not in shapes],
+        "unexpected": [
+            f"unexpected: {n} {shapes[n]}" for n in shapes if n not in wanted
+        ],
+        "wrong shape": [
+            f"wrong shape: {n} must be {wanted[n]}. Got {shapes[n]}"
+            for n in wanted
+            if n in shapes and shapes[n] != wanted[n]
+        ],
+    }
+
+
+def check_tensors(shapes: Mapping[str, Shape], scheme: Scheme) -> None:
+    """Compares names and shapes with those that a format has.
+
+    Args:
+      shapes: of the tensors that there are.
+      scheme: of the format.
+
+    Raises:
+      CheckpointError: lists all that are missing, unexpected or misshapen.
+    """
+    problems = differences(shapes, scheme.shapes)
+    counts = [f"{len(lines)} {sort}" for sort, lines in problems.items() if lines]
+    if counts:
+        raise CheckpointError(
+            f"The tensors do not fit the config: {', '.join(counts)}. Correct the "
+            "config or the layout.",
+            list(itertools.chain(*problems.values())),
+        )
 
 
 def zoo_scheme(config: DecoderConfig) -> Scheme:

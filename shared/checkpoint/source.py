@@ -13,8 +13,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shared.checkpoint import hf_checks, hf_config, hf_names, maxtext, zoo_layouts
-from shared.checkpoint.manifest import Manifest, check_leaves, find_manifest
-from shared.checkpoint.scheme import Scheme, Shape, zoo_scheme
+from shared.checkpoint.manifest import (
+    Manifest,
+    check_leaves,
+    find_manifest,
+    manifest_of,
+)
+from shared.checkpoint.scheme import Scheme, Shape, check_tensors, zoo_scheme
 from shared.config import DecoderConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, open_store, path_text
 from shared.stores.folders import Folder, as_folder, read_json
@@ -124,7 +129,7 @@ def open_source(
     store = open_store(path, step)
     if step is not None and store.step is None:
         raise CheckpointError(f"step={step} is given, but {path} has no steps.")
-    manifest = find_manifest(as_folder(store.path)) or find_manifest(folder)
+    manifest = manifest_of(store, path)
     if manifest is not None and manifest.tree in ("zoo", "maxtext"):
         if format not in (None, manifest.tree):
             raise CheckpointError(
@@ -312,7 +317,7 @@ def _open_maxtext(
     shapes = _shapes(params)
     layout = _maxtext_layout(shapes, config, given)
     scheme = maxtext.maxtext_scheme(config, layout)
-    maxtext.check_tensors(shapes, scheme)
+    check_tensors(shapes, scheme)
     prefix = params.path[len(store.path) :].removeprefix(":")
     above = tuple(part for part in prefix.split("/") if part)
     source = _split(store, scheme, config, above)

@@ -35,12 +35,12 @@ import numpy as np
 
 from shared.checkpoint import hf_names
 from shared.checkpoint.hf_names import Row, Tensor
-from shared.checkpoint.maxtext import check_tensors
 from shared.checkpoint.scheme import (
     TRANSPOSED,
     Conversion,
     Scheme,
     Shape,
+    check_tensors,
     units,
     zoo_scheme,
 )

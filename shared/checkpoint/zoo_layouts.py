@@ -10,11 +10,21 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
-from shared.checkpoint.scheme import AS_IS, Scheme, Shape, Spot, units, zoo_scheme
+from shared.checkpoint.scheme import (
+    AS_IS,
+    Scheme,
+    Shape,
+    Spot,
+    differences,
+    units,
+    zoo_scheme,
+)
 from shared.config import DecoderConfig
 from shared.plan import PlanError, make_plan
 from shared.stores import CheckpointError
-from shared.stores.store import Index, some
+from shared.stores.store import Index
+
+_SHOWN = 40  # lines of an error message
 
 
 def flat_scheme(config: DecoderConfig) -> Scheme:
@@ -122,14 +132,9 @@ def _differences(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[str
     def distance(scheme: Scheme) -> int:
         return len(scheme.shapes.items() ^ shapes.items())
 
-    new, nearest, text = min(_candidates(config), key=lambda found: distance(found[1]))
-    want = nearest.shapes
+    _, nearest, text = min(_candidates(config), key=lambda found: distance(found[1]))
     lines = [f"{text}: {distance(nearest)} differences"]
-    lines += [f"missing: {name} {want[name]}" for name in want if name not in shapes]
-    lines += [f"unexpected: {name}" for name in shapes if name not in want]
-    lines += [
-        f"wrong shape: {name} must be {want[name]}. Got {shapes[name]}"
-        for name in want
-        if name in shapes and want[name] != shapes[name]
-    ]
-    return [*lines[:40], *([some(lines, 0)] if len(lines) > 40 else [])]
+    lines += itertools.chain(*differences(shapes, nearest.shapes).values())
+    if len(lines) > _SHOWN:
+        lines[_SHOWN:] = [f"and {len(lines) - _SHOWN} more"]
+    return lines

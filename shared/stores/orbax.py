@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections import Counter
@@ -18,8 +17,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import tensorstore
 
-from shared.stores.folders import Folder
+from shared.stores.folders import Folder, read_json
 from shared.stores.kv_path import KvPath, context
 from shared.stores.store import (
     CheckpointError,
@@ -117,7 +117,7 @@ def _items(folder: Folder) -> list[str]:
 
 
 def _open_tree(folder: Folder) -> Store:
-    metadata = _read_json(folder / _TREE)
+    metadata = read_json(folder / _TREE)
     try:
         nodes = [
             (
@@ -163,32 +163,10 @@ def _path(keys: list[dict[str, Any]]) -> Path:
     return path
 
 
-def _read_json(path: Folder) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is not JSON ({error}): fetch or write it again."
-        ) from None
-    if not isinstance(data, dict):
-        raise CheckpointError(
-            f"{path} must hold a JSON object. Got {type(data).__name__}."
-        )
-    return data
-
-
 class _Arrays:
     """The arrays of one tree, by name."""
 
     def __init__(self, folder: Folder, metadata: Mapping[str, Any]):
-        try:
-            import tensorstore
-        except ImportError as error:
-            raise CheckpointError(
-                f"{folder} is a checkpoint of orbax; to read it: "
-                "pip install orbax-checkpoint."
-            ) from error
-        self._tensorstore = tensorstore
         self._folder = folder
         self._one_file = metadata.get("use_ocdbt", True)
         self._driver = "zarr3" if metadata.get("use_zarr3") else "zarr"
@@ -228,7 +206,7 @@ class _Arrays:
     def text(self, name: str) -> str:
         """A text, by its name in the folder."""
         if self._texts is None:
-            self._texts = _read_json(self._folder / "_strings.json")
+            self._texts = read_json(self._folder / "_strings.json")
         return self._texts[name]
 
     def _open(self, name: str, context: Any) -> Any:
@@ -244,9 +222,7 @@ class _Arrays:
             "fill_missing_data_reads": not self._complete,
         }
         try:
-            opening = self._tensorstore.open(
-                spec, read=True, open=True, context=context
-            )
+            opening = tensorstore.open(spec, read=True, open=True, context=context)
             return opening.result()
         except ValueError as error:
             raise CheckpointError(
@@ -268,7 +244,7 @@ def kvstore(folder: Folder) -> Any:
 
 def _kinds(folder: Folder) -> Iterator[tuple[str, str]]:
     for file in (folder / "array_metadatas").glob("process_*"):
-        for entry in _read_json(file).get("array_metadatas", []):
+        for entry in read_json(file).get("array_metadatas", []):
             array = entry.get("array_metadata", {})
             extension = array.get("ext_metadata") or {}
             if "random_key_impl" in extension:

@@ -4,8 +4,7 @@ import functools
 
 import numpy as np
 
-from shared.checkpoint.maxtext import check_tensors
-from shared.checkpoint.scheme import Conversion, units
+from shared.checkpoint.scheme import Conversion, check_tensors, units
 from shared.config import (
     AttentionConfig,
     DecoderConfig,

@@ -641,6 +641,21 @@ def test_moments_of_some_parameters_are_not_left_in_an_old_layout(tmp_path):
     np.testing.assert_array_equal(stored["embed_tokens"], params["embed_tokens"])
 
 
+def test_such_moments_are_refused_too_where_both_layouts_have_equal_shapes(tmp_path):
+    config = DecoderConfig.from_hf(ALL_THREES)  # three blocks of three layers
+    shapes = zoo_scheme(config).shapes
+    other = zoo_scheme(config.replace(param_scan_axis=1)).shapes
+    name = "layers/local_layers/mlp/gate"
+    assert shapes[name] == other[name] == (3, 3, 3, 3)
+    tree = {f"params/{path}": np.zeros(shape) for path, shape in shapes.items()}
+    tree |= {f"opt/mu/{path}": np.zeros(shapes[path]) for path in (name, "norm")}
+    np.savez(tmp_path / "it.npz", **tree)
+    source = open_source(tmp_path / "it.npz", config=config, param_scan_axis=0)
+    with pytest.raises(CheckpointError, match="only some parameters"):
+        plan_conversion(source, Target("zoo", {"param_scan_axis": 1}))
+    assert plan_conversion(source, Target("zoo"))
+
+
 def test_the_way_through_maxtext_keeps_how_the_source_was_written(tmp_path):
     golden = copy_golden("qwen3_next_8l/fused_experts", tmp_path / "hf")
     (golden / "tokenizer.json").write_text("{}")

@@ -18,11 +18,10 @@ from shared.checkpoint import hf_names
 from shared.checkpoint.maxtext import (
     MaxTextLayout,
     below,
-    check_tensors,
     detect_layout,
     maxtext_scheme,
 )
-from shared.checkpoint.scheme import Unit, units, zoo_scheme
+from shared.checkpoint.scheme import Unit, check_tensors, units, zoo_scheme
 from shared.config import DecoderConfig, LayerKind, MLPConfig
 from shared.plan import insert
 from shared.presets import hybrid_layers
