@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
@@ -19,7 +20,8 @@ import jax.numpy as jnp
 from shared.plan import LayerPlan, make_plan
 
 Mixer = Literal["linear_attention", "sliding_attention", "full_attention"]
-FeedForward = Literal["dense", "moe"]
+FeedForward = Literal["dense", "moe", "dense_and_moe"]
+Activation = Literal["silu", "gelu_tanh"]
 
 
 class ConfigError(ValueError):
@@ -28,30 +30,113 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True, order=True)
 class LayerKind:
-    """All that shapes a layer's weights and state: equal kinds can share one scan."""
+    """All that shapes a layer's weights and state: equal kinds can share one scan.
+
+    Attributes:
+      mixer: what moves between tokens.
+      feed_forward: what works on each token; "dense_and_moe" adds the two.
+      borrows_keys: the layer attends to the keys and values of the last layer before
+        it that has the same mixer and its own.
+    """
 
     mixer: Mixer
     feed_forward: FeedForward
+    borrows_keys: bool = False
 
     def __post_init__(self):
         _one_of("mixer", self.mixer, get_args(Mixer))
-        _one_of("feed_forward", self.feed_forward, ("dense", "moe"))
+        _one_of("feed_forward", self.feed_forward, get_args(FeedForward))
+        if self.borrows_keys and self.mixer == "linear_attention":
+            raise ConfigError(
+                "borrows_keys=True and mixer='linear_attention' do not go together: "
+                "linear attention has no keys to borrow; use an attention mixer."
+            )
 
     @property
     def is_global(self) -> bool:
         """Whether every earlier token is seen: such layers are the rare ones."""
         return self.mixer == "full_attention"
 
+    @property
+    def section(self) -> str:
+        """Layers of different sections never share a scan: see `make_plan`."""
+        return "shared" if self.borrows_keys else ""
+
     def __str__(self) -> str:
-        return f"{self.mixer}+{self.feed_forward}"
+        borrows = "+borrowed_keys" if self.borrows_keys else ""
+        return f"{self.mixer}+{self.feed_forward}{borrows}"
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Positions are divided by `factor` (Chen et al., arXiv:2306.15595)."""
+
+    factor: float
+
+    def __post_init__(self):
+        _positive(factor=self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """Slow frequencies are divided by `factor`, fast ones kept (arXiv:2309.00071).
+
+    Attributes:
+      factor: how much longer rows may be than those first trained on.
+      original_length: tokens of those.
+      beta_fast: a pair of components that turns more often over `original_length` is
+        kept as it is.
+      beta_slow: one that turns less often is divided by `factor`; between the two,
+        in proportion.
+      mscale: of the rotated components: they are scaled by
+        `magnitude(mscale) / magnitude(mscale_all_dim)`.
+      mscale_all_dim: of the scores: they are scaled by its magnitude squared (latent
+        attention only).
+    """
+
+    factor: float
+    original_length: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self):
+        _positive(
+            factor=self.factor,
+            original_length=self.original_length,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+        )
+
+    def magnitude(self, mscale: float) -> float:
+        """`0.1 * mscale * ln(factor) + 1`; 1 where rows are not longer."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
-    """Rotary positions over the first `rotary_dim` components of a head."""
+    """Rotary positions over the first `rotary_dim` components of a head.
+
+    Attributes:
+      theta: base of the frequencies `theta ** (-2 j / rotary_dim)`.
+      rotary_dim: components that are paired, even.
+      turning_pairs: only so many of the first pairs turn, at the frequencies they have
+        among all of them ("proportional"); None: all.
+      sections: frequencies that follow the second and third axis of [3, B, T]
+        positions are interleaved with those of the first; the numbers of frequencies
+        of the three axes. None: all axes are one.
+      interleaved: components 2j and 2j + 1 are a pair, and come out apart; else j and
+        j + rotary_dim / 2 are.
+      scaling: for rows longer than those first trained on.
+    """
 
     theta: float
     rotary_dim: int
+    turning_pairs: int | None = None
+    sections: tuple[int, int, int] | None = None
+    interleaved: bool = False
+    scaling: LinearScaling | YarnScaling | None = None
 
     def __post_init__(self):
         _positive(theta=self.theta)
@@ -61,13 +146,49 @@ class RopeConfig:
                 "components are rotated in pairs; change head_dim or "
                 "partial_rotary_factor."
             )
+        pairs = self.rotary_dim // 2
+        if (
+            not 0
+            <= (pairs if self.turning_pairs is None else self.turning_pairs)
+            <= pairs
+        ):
+            raise ConfigError(
+                f"turning_pairs must be 0 to {pairs}, half of rotary_dim="
+                f"{self.rotary_dim}. Got {self.turning_pairs}."
+            )
+        if self.sections is not None and (
+            len(self.sections) != 3
+            or min(self.sections) < 0
+            or sum(self.sections) != pairs
+        ):
+            raise ConfigError(
+                f"sections must be three numbers of frequencies, {pairs} in all, half "
+                f"of rotary_dim={self.rotary_dim}. Got {self.sections}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Gated grouped-query attention; with a `window`, to that many tokens at most.
+    """Grouped-query attention; with a `window`, to that many tokens at most.
 
     A token counts itself: with a window of 1 it sees nothing else.
+
+    Attributes:
+      hidden_size: width of the residual stream.
+      num_heads: of queries.
+      num_kv_heads: of keys and values.
+      head_dim: width of a head.
+      rope: rotary positions.
+      norm_eps: of the norms of queries, keys and values.
+      use_bias: whether the projections have a bias.
+      initializer_range: standard deviation of first values.
+      window: None: all earlier tokens are seen.
+      gated: the output is multiplied by a sigmoid of the input before `o_proj`.
+      zero_centered_norms: the norms multiply by 1 + w, else by w.
+      value_norm: values are scaled to unit root mean square.
+      keys_are_values: there is no `v_proj`: values are what `k_proj` gives, before
+        norm and rotation.
+      scale: of the scores; None: head_dim ** -0.5.
     """
 
     hidden_size: int
@@ -79,10 +200,16 @@ class AttentionConfig:
     use_bias: bool = False
     initializer_range: float = 0.02
     window: int | None = None
+    gated: bool = True
+    zero_centered_norms: bool = True
+    value_norm: bool = False
+    keys_are_values: bool = False
+    scale: float | None = None
 
     def __post_init__(self):
         _positive(
             window=1 if self.window is None else self.window,
+            scale=1.0 if self.scale is None else self.scale,
             hidden_size=self.hidden_size,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
@@ -99,8 +226,68 @@ class AttentionConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class LatentAttentionConfig:
+    """Attention to a compressed latent of each token (DeepSeek-V2, arXiv:2405.04434).
+
+    Attributes:
+      hidden_size: width of the residual stream.
+      num_heads: of queries; each has keys and values of its own, made of the latent.
+      q_lora_rank: width of the queries' latent; None: queries are projected at once.
+      kv_lora_rank: width of the latent of keys and values, which the cache holds.
+      nope_head_dim: components of queries and keys without positions.
+      value_head_dim: width of a value.
+      rope: rotary positions of the other components; one rotated key for all heads.
+      latent_norm_eps: of the norms of the two latents.
+      use_bias: whether the projections into latents and `o_proj` have a bias.
+      initializer_range: standard deviation of first values.
+    """
+
+    hidden_size: int
+    num_heads: int
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    nope_head_dim: int
+    value_head_dim: int
+    rope: RopeConfig
+    latent_norm_eps: float = 1e-6
+    use_bias: bool = False
+    initializer_range: float = 0.02
+
+    def __post_init__(self):
+        _positive(
+            hidden_size=self.hidden_size,
+            num_heads=self.num_heads,
+            q_lora_rank=1 if self.q_lora_rank is None else self.q_lora_rank,
+            kv_lora_rank=self.kv_lora_rank,
+            nope_head_dim=self.nope_head_dim,
+            value_head_dim=self.value_head_dim,
+            latent_norm_eps=self.latent_norm_eps,
+            initializer_range=self.initializer_range,
+        )
+
+    @property
+    def window(self) -> None:
+        """All earlier tokens are seen."""
+        return None
+
+    @property
+    def head_dim(self) -> int:
+        """Width of queries and keys: without and with positions."""
+        return self.nope_head_dim + self.rope.rotary_dim
+
+    @property
+    def cached_width(self) -> int:
+        """Numbers that the cache holds for a token: latent and rotated key."""
+        return self.kv_lora_rank + self.rope.rotary_dim
+
+
+@dataclasses.dataclass(frozen=True)
 class GatedDeltaNetConfig:
-    """Linear attention with a gated delta rule."""
+    """Linear attention with a gated delta rule.
+
+    With `grouped_projections` two weights hold what goes in, by key head; else four
+    do, each in flat order of heads.
+    """
 
     hidden_size: int
     num_key_heads: int
@@ -111,9 +298,11 @@ class GatedDeltaNetConfig:
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     chunk_size: int = 32
+    grouped_projections: bool = True
 
     def __post_init__(self):
         sizes = dataclasses.asdict(self)
+        del sizes["grouped_projections"]
         _positive(**sizes)
         _multiple(
             "num_value_heads",
@@ -145,21 +334,45 @@ class GatedDeltaNetConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MLPConfig:
-    """A gated feed-forward layer: down(silu(gate x) * up x)."""
+    """A gated feed-forward layer: down(activation(gate x) * up x)."""
 
     hidden_size: int
     intermediate_size: int
     initializer_range: float = 0.02
+    activation: Activation = "silu"
 
     def __post_init__(self):
         _positive(
             hidden_size=self.hidden_size, intermediate_size=self.intermediate_size
         )
+        _one_of("activation", self.activation, get_args(Activation))
 
 
 @dataclasses.dataclass(frozen=True)
 class MoEConfig:
-    """Routed experts and one shared expert behind a sigmoid gate."""
+    """Routed experts, and a shared expert where `shared_expert_size` is not 0.
+
+    Attributes:
+      hidden_size: width of the residual stream.
+      num_experts: routed experts.
+      experts_per_token: that a token goes to.
+      expert_size: feed-forward width of an expert.
+      shared_expert_size: of the expert that all tokens go to; 0: there is none.
+      shared_expert_gated: it stands behind a sigmoid gate.
+      normalize_weights: the chosen experts' weights are divided by their sum.
+      scores: of the router's logits.
+      correction_bias: a bias is added to the scores for choosing, not for weighing
+        (Wang et al., arXiv:2408.15664).
+      num_groups: experts are chosen from some groups of experts only.
+      groups_per_token: so many, those whose two best experts have the highest sum.
+      scaling_factor: of the weights, after normalising.
+      per_expert_scale: each expert's weight is multiplied by a parameter of its own.
+      norm_router_input: the router sees the residual stream at unit root mean square,
+        times a parameter and hidden_size ** -0.5; else the normalised stream.
+      router_norm_eps: of that norm.
+      activation: of the experts.
+      initializer_range: standard deviation of first values.
+    """
 
     hidden_size: int
     num_experts: int
@@ -168,6 +381,16 @@ class MoEConfig:
     shared_expert_size: int
     normalize_weights: bool = True
     initializer_range: float = 0.02
+    shared_expert_gated: bool = True
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    correction_bias: bool = False
+    num_groups: int = 1
+    groups_per_token: int = 1
+    scaling_factor: float = 1.0
+    per_expert_scale: bool = False
+    norm_router_input: bool = False
+    router_norm_eps: float = 1e-6
+    activation: Activation = "silu"
 
     def __post_init__(self):
         _positive(
@@ -175,8 +398,15 @@ class MoEConfig:
             num_experts=self.num_experts,
             experts_per_token=self.experts_per_token,
             expert_size=self.expert_size,
-            shared_expert_size=self.shared_expert_size,
+            shared_expert_size=self.shared_expert_size or 1,
+            num_groups=self.num_groups,
+            groups_per_token=self.groups_per_token,
+            scaling_factor=self.scaling_factor,
+            router_norm_eps=self.router_norm_eps,
         )
+        _one_of("scores", self.scores, ("softmax", "sigmoid"))
+        _one_of("activation", self.activation, get_args(Activation))
+        self._check_groups()
         if self.experts_per_token > self.num_experts:
             raise ConfigError(
                 f"experts_per_token={self.experts_per_token} is larger than "
@@ -184,12 +414,55 @@ class MoEConfig:
                 "twice; lower the first or raise the second."
             )
 
+    def _check_groups(self):
+        if self.num_groups == 1:
+            return
+        _multiple("num_experts", self.num_experts, "num_groups", self.num_groups)
+        size = self.num_experts // self.num_groups
+        if size < 2:
+            raise ConfigError(
+                f"num_groups={self.num_groups} of num_experts={self.num_experts} "
+                f"leaves {size} expert in a group: a group is judged by its best two."
+            )
+        if self.groups_per_token > self.num_groups:
+            raise ConfigError(
+                f"groups_per_token={self.groups_per_token} is larger than "
+                f"num_groups={self.num_groups}: lower the first."
+            )
+        if self.experts_per_token > self.groups_per_token * size:
+            raise ConfigError(
+                f"experts_per_token={self.experts_per_token} is larger than the "
+                f"{self.groups_per_token * size} experts of groups_per_token="
+                f"{self.groups_per_token} groups: raise groups_per_token."
+            )
+
     @property
-    def shared_expert(self) -> MLPConfig:
+    def shared_expert(self) -> MLPConfig | None:
         """The shared expert is a gated feed-forward layer of its own width."""
+        if not self.shared_expert_size:
+            return None
         return MLPConfig(
-            self.hidden_size, self.shared_expert_size, self.initializer_range
+            self.hidden_size,
+            self.shared_expert_size,
+            self.initializer_range,
+            self.activation,
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInputConfig:
+    """A second, narrow embedding of the tokens, with a part for each layer.
+
+    Attributes:
+      vocab_size: rows of the second embedding.
+      size: width of a layer's part.
+    """
+
+    vocab_size: int
+    size: int
+
+    def __post_init__(self):
+        _positive(vocab_size=self.vocab_size, size=self.size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +478,16 @@ class DecoderConfig:
         where there are none.
       delta_net: part of the linear-attention layers; None where there are none.
       mlp: part of the dense feed-forward layers; None where there are none.
+      borrower_mlp: of those of them that borrow keys; None: they have `mlp`, too.
       moe: part of the mixture layers; None where there are none.
+      layer_inputs: a second embedding that goes into every layer; None: there is none.
+      zero_centered_norms: norms multiply by 1 + w, else by w.
+      output_norms: what a mixer or feed-forward gives is normalised, too, before it is
+        added to the residual stream.
+      layer_scalar: the residual stream is multiplied by a number of its own, which is
+        not trained, after each layer.
+      scale_embeddings: the embedding is multiplied by hidden_size ** 0.5.
+      logit_softcap: logits are cap * tanh(logits / cap); None: as they are.
       tie_word_embeddings: the head is the transposed embedding: one leaf.
       router_aux_loss_coef: weight of the load-balance loss in the total loss.
       dropout_rate: dropout on both residual branches of each layer (the published
@@ -225,11 +507,18 @@ class DecoderConfig:
     vocab_size: int
     hidden_size: int
     layers: tuple[LayerKind, ...]
-    attention: AttentionConfig | None = None
+    attention: AttentionConfig | LatentAttentionConfig | None = None
     sliding_attention: AttentionConfig | None = None
     delta_net: GatedDeltaNetConfig | None = None
     mlp: MLPConfig | None = None
+    borrower_mlp: MLPConfig | None = None
     moe: MoEConfig | None = None
+    layer_inputs: LayerInputConfig | None = None
+    zero_centered_norms: bool = True
+    output_norms: bool = False
+    layer_scalar: bool = False
+    scale_embeddings: bool = False
+    logit_softcap: float | None = None
     norm_eps: float = 1e-6
     tie_word_embeddings: bool = False
     router_aux_loss_coef: float = 0.001
@@ -254,6 +543,7 @@ class DecoderConfig:
             max_position_embeddings=self.max_position_embeddings,
             norm_eps=self.norm_eps,
             initializer_range=self.initializer_range,
+            logit_softcap=1.0 if self.logit_softcap is None else self.logit_softcap,
         )
         if not self.layers or not isinstance(self.layers, tuple):
             raise ConfigError(
@@ -278,6 +568,7 @@ class DecoderConfig:
                 f"param_scan_axis must be 0 or 1. Got {self.param_scan_axis}."
             )
         self._check_parts()
+        self._check_borrowers()
         for field in ("param_dtype", "dtype"):
             _one_of(field, getattr(self, field), FLOAT_DTYPES)
         if {self.param_dtype, self.dtype} == {"bfloat16", "float16"}:
@@ -295,8 +586,9 @@ class DecoderConfig:
                 k.mixer == "sliding_attention" for k in self.layers
             ),
             "delta_net": any(k.mixer == "linear_attention" for k in self.layers),
-            "mlp": any(k.feed_forward == "dense" for k in self.layers),
-            "moe": any(k.feed_forward == "moe" for k in self.layers),
+            "mlp": any(k.feed_forward != "moe" for k in self.layers),
+            "borrower_mlp": False,
+            "moe": any(k.feed_forward != "dense" for k in self.layers),
         }
         for name, needed in used.items():
             part = getattr(self, name)
@@ -318,6 +610,33 @@ class DecoderConfig:
                     f"{name}.window={part.window}: full-attention layers have no "
                     "window (None), sliding ones need one; move the part or change it."
                 )
+
+    def _check_borrowers(self):
+        borrowing = [kind.borrows_keys for kind in self.layers]
+        if borrowing != sorted(borrowing):
+            raise ConfigError(
+                "layers that borrow keys must be the last ones. Got a layer with keys "
+                f"of its own behind layer {borrowing.index(True)}, which borrows."
+            )
+        for index, kind in enumerate(self.layers):
+            if kind.borrows_keys and not any(
+                k.mixer == kind.mixer and not k.borrows_keys
+                for k in self.layers[:index]
+            ):
+                raise ConfigError(
+                    f"layer {index} borrows keys, but no layer before it is of "
+                    f"{kind.mixer} with keys of its own: change the kinds."
+                )
+
+    @functools.cached_property
+    def lenders(self) -> dict[Mixer, int]:
+        """Index of the layer whose keys are borrowed, by mixer; empty: none are."""
+        borrowing = {kind.mixer for kind in self.layers if kind.borrows_keys}
+        return {
+            kind.mixer: index
+            for index, kind in enumerate(self.layers)
+            if kind.mixer in borrowing and not kind.borrows_keys
+        }
 
     @property
     def num_layers(self) -> int:
