@@ -133,12 +133,15 @@ def run_plan(
     for path, (owned, run_aux) in results.items():
         nnx.update(modules[path], owned)
         insert(aux, path, run_aux)
-    if held is None:
-        return x, None, aux
-    caches: dict[str, Any] = {}
-    for path, run_cache in held.items():
-        insert(caches, path, run_cache)
-    return x, caches, aux
+    return x, None if held is None else _nested(held), aux
+
+
+def _nested(by_run: Mapping[RunPath, Any] | None) -> dict[str, Any]:
+    """What is held by the paths of runs, in the layout of the plan."""
+    tree: dict[str, Any] = {}
+    for path, node in (by_run or {}).items():
+        insert(tree, path, node)
+    return tree
 
 
 # Compiled by itself, so that a call outside `jit` traces the layers once, not every
@@ -158,8 +161,8 @@ def _run_groups(
     results: dict[RunPath, Any] = {}
     for group in config.plan.groups:
         paths = [run_path(group, run) for run in group.runs]
-        after = None if caches is None else new_caches
-        lending = decoder.lend(config, group, context, lent, caches, after)
+        trees = [None if caches is None else _nested(c) for c in (caches, new_caches)]
+        lending = decoder.lend(config, group, context, lent, *trees)
         block = _Block(dict(graphdefs), group, lending, config)
         inputs = {path: (states[path], told[path]) for path in paths}
         held = None if caches is None else {path: caches[path] for path in paths}

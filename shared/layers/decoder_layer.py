@@ -96,12 +96,13 @@ def modules(config: DecoderConfig, kind: LayerKind) -> dict[str, Any]:
     dense = config.mlp
     if kind.borrows_keys and config.borrower_mlp is not None:
         dense = config.borrower_mlp
-    feed_forward: dict[str, Any] = {
+    feed_forwards: dict[str, dict[str, Any]] = {
         "dense": {"mlp": dense},
         "moe": {"mlp": config.moe},
         "dense_and_moe": {"mlp": dense, "moe": config.moe},
-    }[kind.feed_forward]
-    return {mixer_name(kind): mixer_part(config, kind), **feed_forward}
+    }
+    mixer = {mixer_name(kind): mixer_part(config, kind)}
+    return mixer | feed_forwards[kind.feed_forward]
 
 
 def own_specs(config: DecoderConfig, kind: LayerKind) -> dict[str, ParamSpec]:
