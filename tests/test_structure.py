@@ -136,14 +136,17 @@ def run_one_layer(params, x, context, config, kind):
     def feed_forward(x, context):
         part = params["mlp"]
         if kind.feed_forward == "dense":
-            return mlp.apply(part, x), None
+            return mlp.apply(part, x, config=config.mlp), None
+        moe = config.moe
         return sparse_moe.apply(
             own(part, sparse_moe.param_specs(config.moe)),
             x,
             context,
-            experts=functools.partial(experts.apply, part["experts"]),
-            shared_expert=functools.partial(mlp.apply, part["shared_expert"]),
-            config=config.moe,
+            experts=functools.partial(experts.apply, part["experts"], config=moe),
+            shared_expert=functools.partial(
+                mlp.apply, part["shared_expert"], config=moe.shared_expert
+            ),
+            config=moe,
         )
 
     x, _, aux = decoder_layer.apply(

@@ -35,7 +35,7 @@ class Experts(nn.Module):
         self, x: Float[Array, "n D"], routing: Routing, real: Bool[Array, " n"]
     ) -> Float[Array, "n D"]:
         """The weighted sum of each token's experts."""
-        return experts.apply(self.weights, x, routing, real)
+        return experts.apply(self.weights, x, routing, real, config=self.config)
 
 
 class SparseMoE(nn.Module):

@@ -31,7 +31,7 @@ class Experts(nnx.Module):
     ) -> Float[Array, "n D"]:
         """The weighted sum of each token's experts."""
         weights = values(self, experts.param_specs(self.config))
-        return experts.apply(weights, x, routing, real)
+        return experts.apply(weights, x, routing, real, config=self.config)
 
 
 class SparseMoE(nnx.Module):
