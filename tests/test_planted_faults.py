@@ -314,7 +314,7 @@ def weights_of_experts_not_renormalised(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(logits, k, normalize=False),
+        lambda *args, normalize, **options: original(*args, normalize=False, **options),
     )
 
 
@@ -324,8 +324,8 @@ def router_softmax_twice(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(
-            jax.nn.softmax(logits), k, normalize=normalize
+        lambda logits, *args, **options: original(
+            jax.nn.softmax(logits), *args, **options
         ),
     )
 
@@ -396,7 +396,11 @@ def router_loss_counts_only_the_best_expert(patch):
     """The router loss takes a token's first choice alone, as with one expert each."""
     original = routing.router_stats
     patch.setattr(
-        sparse_moe, "router_stats", lambda logits, k, real: original(logits, 1, real)
+        sparse_moe,
+        "router_stats",
+        lambda logits, experts, real, **options: original(
+            logits, experts[:, :1], real, **options
+        ),
     )
 
 
