@@ -319,7 +319,7 @@ def weights_of_experts_not_renormalised(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(logits, k, normalize=False),
+        lambda *args, normalize, **options: original(*args, normalize=False, **options),
     )
 
 
@@ -329,8 +329,8 @@ def router_softmax_twice(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(
-            jax.nn.softmax(logits), k, normalize=normalize
+        lambda logits, *args, **options: original(
+            jax.nn.softmax(logits), *args, **options
         ),
     )
 
@@ -354,16 +354,16 @@ def shared_expert_missing(patch):
 
 def silu_missing_in_experts(patch):
     """The gates of the routed experts are linear."""
-    patch.setattr(expert_ops, "jax", jax_with(silu=identity))
+    patch.setattr(expert_ops, "activate", lambda x, name: x)
 
 
 def gate_and_up_swapped_in_experts(patch):
     """silu is applied to the up projection."""
     original = experts.apply
 
-    def apply(weights, *args):
+    def apply(weights, *args, **options):
         gate, up = weights["gate_proj"], weights["up_proj"]
-        return original({**weights, "gate_proj": up, "up_proj": gate}, *args)
+        return original({**weights, "gate_proj": up, "up_proj": gate}, *args, **options)
 
     patch.setattr(experts, "apply", apply)
 
@@ -401,7 +401,11 @@ def router_loss_counts_only_the_best_expert(patch):
     """The router loss takes a token's first choice alone, as with one expert each."""
     original = routing.router_stats
     patch.setattr(
-        sparse_moe, "router_stats", lambda logits, k, real: original(logits, 1, real)
+        sparse_moe,
+        "router_stats",
+        lambda logits, experts, real, **options: original(
+            logits, experts[:, :1], real, **options
+        ),
     )
 
 

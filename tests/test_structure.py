@@ -135,16 +135,19 @@ def run_one_layer(params, x, context, config, kind):
 
     def mixture(x, context):
         part = params["mlp"]
+        moe = config.moe
         return sparse_moe.apply(
             own(part, sparse_moe.param_specs(config.moe)),
             x,
             context,
-            experts=functools.partial(experts.apply, part["experts"]),
-            shared_expert=functools.partial(mlp.apply, part["shared_expert"]),
-            config=config.moe,
+            experts=functools.partial(experts.apply, part["experts"], config=moe),
+            shared_expert=functools.partial(
+                mlp.apply, part["shared_expert"], config=moe.shared_expert
+            ),
+            config=moe,
         )
 
-    dense = functools.partial(mlp.apply, params["mlp"])
+    dense = functools.partial(mlp.apply, params["mlp"], config=config.mlp)
     x, _, aux = decoder_layer.apply(
         own(params, decoder_layer.own_specs(config, kind)),
         x,
