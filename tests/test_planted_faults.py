@@ -202,7 +202,7 @@ def rope_exponent_counts_the_head(patch):
     patch.setattr(
         rope,
         "rotary_frequencies",
-        lambda rotary_dim, theta, dtype: original(rotary_dim, theta**0.25, dtype),
+        lambda rotary_dim, theta, *rest: original(rotary_dim, theta**0.25, *rest),
     )
 
 
