@@ -24,6 +24,7 @@ from shared.stores.folders import read_json
 # Fields that change nothing in what the model computes, and why.
 IGNORED = {
     "architectures": "names a class; model_type decides",
+    "is_encoder_decoder": "model_type decides",
     "auto_map": "names code beside the weights; none is ever run",
     "transformers_version": "who wrote the file",
     "_name_or_path": "where the file came from",

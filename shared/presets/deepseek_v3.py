@@ -106,16 +106,27 @@ def _layers(dense: int, sparse: int) -> tuple[LayerKind, ...]:
     )
 
 
-def _moe(hidden: int, *, expert_size: int, **sizes: int) -> MoEConfig:
+def _moe(
+    hidden: int,
+    *,
+    num_experts: int,
+    experts_per_token: int,
+    expert_size: int,
+    num_groups: int,
+    groups_per_token: int,
+) -> MoEConfig:
     return MoEConfig(
         hidden_size=hidden,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
         expert_size=expert_size,
         shared_expert_size=expert_size,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
         shared_expert_gated=False,
         scores="sigmoid",
         correction_bias=True,
         scaling_factor=2.5,
-        **sizes,
     )
 
 

@@ -13,7 +13,7 @@ from shared.config import (
     MoEConfig,
     RopeConfig,
 )
-from shared.presets.entry import Entry
+from shared.presets.entry import Entry, layers
 
 
 def qwen3_next_80b_a3b() -> DecoderConfig:
@@ -98,12 +98,10 @@ def hybrid_layers(
     num_layers: int, *, period: int = 4, dense_layers: tuple[int, ...] = ()
 ) -> tuple[LayerKind, ...]:
     """Linear attention with every `period`-th layer full, all but a few sparse."""
+    kinds = layers(num_layers, period, "linear_attention", "moe")
     return tuple(
-        LayerKind(
-            "linear_attention" if (i + 1) % period else "full_attention",
-            "dense" if i in dense_layers else "moe",
-        )
-        for i in range(num_layers)
+        LayerKind(kind.mixer, "dense") if i in dense_layers else kind
+        for i, kind in enumerate(kinds)
     )
 
 
