@@ -119,9 +119,8 @@ def _hints(
     kinds = [f"{i}: {k}" for i, k in enumerate(config.layers) if i in changed]
     if kinds:
         hints.append(
-            "hint: these layers have other tensors than their kinds, check layer_types "
-            "or full_attention_interval, mlp_only_layers or decoder_sparse_step: "
-            + ", ".join(kinds[:8])
+            "hint: these layers have other tensors than their kinds, check "
+            f"{names.kinds}: " + ", ".join(kinds[:8])
         )
     return hints
 
