@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from shared.config import (
     DecoderConfig,
     LatentAttentionConfig,
@@ -106,7 +108,7 @@ def _layers(dense: int, sparse: int) -> tuple[LayerKind, ...]:
     )
 
 
-def _moe(hidden: int, *, expert_size: int, **sizes: int) -> MoEConfig:
+def _moe(hidden: int, *, expert_size: int, **sizes: Any) -> MoEConfig:
     return MoEConfig(
         hidden_size=hidden,
         expert_size=expert_size,
