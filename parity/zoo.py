@@ -13,8 +13,12 @@ import shared
 from parity import decoders, decoding, oracle
 from parity.decoders import Pair
 from parity.reporting.report import Report, Tier
+from shared.checkpoint import hf_checks, hf_names
+from shared.checkpoint.native import PARAMS
+from shared.checkpoint.scheme import check_tensors, zoo_scheme
 from shared.stores.orbax import is_orbax
-from shared.trees import flatten
+from shared.stores.safetensors import Reader
+from shared.trees import flatten, path_text
 
 TIERS = ("tree", "init", "program", "bits", "decode", "oracle")
 WEIGHTLESS = {"tree", "program"}
@@ -63,9 +67,11 @@ def check_target(
         _check_size(target, config)
     of_pair = [tier for tier in chosen if tier in ("bits", "decode", "oracle")]
     params: Mapping[str, Any] | None = None
+    # First: what is wrong with a checkpoint is said before anything compiles.
     if folder is not None and of_pair:
-        # First: what is wrong with a checkpoint is said before anything compiles.
         config, params = load(folder, **layout)
+    elif folder is not None:
+        check_names(folder)
 
     results: list[Tier] = []
     pair = decoders.abstract_pair(config)
@@ -226,6 +232,26 @@ def load(
     if _is_hugging_face(folder):
         return shared.checkpoint.load_hf(folder, **layout)
     return shared.checkpoint.load(folder, **layout)
+
+
+def check_names(folder: pathlib.Path) -> None:
+    """Compares names and shapes of a checkpoint with its config; reads headers only.
+
+    Args:
+      folder: as for `load`.
+
+    Raises:
+      CheckpointError: lists everything that does not fit.
+    """
+    if _is_hugging_face(folder):
+        config, reader = shared.DecoderConfig.from_hf(folder), Reader(folder)
+        wanted = hf_names.tensors(config, reader.tensors.__contains__)
+        hf_checks.check_names(reader, config, wanted)
+        return
+    store, manifest = shared.checkpoint.open_checkpoint(folder)
+    params = store.under(PARAMS).leaves
+    shapes = {path_text(path): leaf.shape for path, leaf in params.items()}
+    check_tensors(shapes, zoo_scheme(manifest.decoder_config()))
 
 
 def _is_hugging_face(folder: pathlib.Path) -> bool:

@@ -254,6 +254,29 @@ def test_missing_shard(sharded):
     assert "model-00003-of-00007.safetensors" in refused_check(sharded)
 
 
+@pytest.mark.parametrize("tiers", ["tree", "init"])
+def test_tiers_without_weights_open_the_checkpoint_too(tiers, folder, sharded):
+    (sharded / "model-00003-of-00007.safetensors").unlink()
+    out = refused("check", sharded, f"--tiers={tiers}")
+    assert "model-00003-of-00007.safetensors" in out
+    rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    out = refused("check", folder, f"--tiers={tiers}")
+    assert "missing: model.norm.weight (" in out
+
+
+def test_a_checkpoint_of_ours_is_compared_with_its_config_without_weights(tmp_path):
+    config, params = shared.checkpoint.load_hf(TINY)
+    shared.checkpoint.save(tmp_path / "zoo", config, params)
+    assert main("check", tmp_path / "zoo", "--tiers=tree")[0] == 0
+    file = tmp_path / "zoo" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["vocab_size"] += 8
+    file.write_text(json.dumps(manifest))
+    out = refused("check", tmp_path / "zoo", "--tiers=tree")
+    width, rows = config.hidden_size, config.vocab_size
+    assert f"embed_tokens must be ({rows + 8}, {width}). Got ({rows}, {width})" in out
+
+
 @pytest.mark.parametrize("size", [0, 5, 100, -1])
 def test_truncated_file(folder, size):
     file = folder / "model.safetensors"

@@ -8,6 +8,8 @@ import pytest
 import rich.console
 
 import parity.__main__
+import shared
+from shared.stores import CheckpointError
 from tests.shared.checkpoint.checkpoints import copy_golden
 from tests.shared.checkpoint.maxtext_files import config_of
 
@@ -58,6 +60,27 @@ def test_a_chain_through_every_format(tmp_path):
         source = tmp_path / str(i)
     assert equal(GOLDENS / "qwen3_next_8l", source)
     assert len(list((tmp_path / "4").glob("*.safetensors"))) > 10
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "mt", "--prompt=5 17 2"],
+        ["check", "mt", "--tiers=bits"],
+        ["check", "mt", "--tiers=tree"],
+        ["compare", "mt"],
+    ],
+)
+def test_a_maxtext_tree_is_not_taken_for_ours(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(GOLDENS / "qwen3_next_8l", "mt", "--to=maxtext")[0] == 0
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=400)
+    assert parity.__main__.main(command, console) == 2
+    said = "mt is in MaxText's layout: parity convert mt NEW --to=zoo"
+    assert said in out.getvalue()
+    with pytest.raises(CheckpointError, match="mt is in MaxText's layout"):
+        shared.checkpoint.load("mt")
 
 
 def test_the_older_layout_of_maxtext_is_upgraded(tmp_path):
