@@ -81,6 +81,7 @@ def own_tree(
                 leaves, rules, origin.collections, origin.known
             )
             leaves = list(back.nnx)
+            draft.differences += back.differences
     by_text = {x.text: leaf for x, leaf in zip(leaves, source.model, strict=True)}
     places = {leaf.text: unboxed_place(leaf) for leaf in leaves}
     return OwnTree(Tree(tuple(leaves), None, places), by_text)
