@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+import re
 from collections.abc import Mapping
 
 import jax
@@ -21,6 +22,7 @@ from shared.stores.safetensors import Reader
 logger = logging.getLogger(__name__)
 
 _SHOWN = 1000  # lines of one sort in an error message
+_VLLM = re.compile(r"\.(qkv_proj|gate_up_proj)\.weight$|\.(w13|w2)_weight$")
 Targets = Mapping[str, tuple[ParamSpec, list[str]]]
 
 
@@ -32,6 +34,12 @@ def check_names(reader: Reader, config: DecoderConfig, wanted: list[Tensor]) -> 
         known.add(names.head)
     missing = [tensor for tensor in wanted if tensor.name not in have]
     extra = [n for n in have if n not in known and not names.ignores(n)]
+    fused = next(filter(_VLLM.search, extra), None)
+    if fused is not None:
+        raise CheckpointError(
+            f"{reader.folder} has fused weights of vLLM, {fused}: that format is "
+            "written, never read. Use the checkpoint that it was made from."
+        )
     unlisted = [n for n in reader.unlisted if not names.ignores(n)]
     floats = ", ".join(safetensors.FLOATS)
     problems = {
