@@ -116,7 +116,8 @@ def _message(error: Exception) -> str:
         return str(error)
     summary = str(error).removesuffix("\n  ".join(["", *error.problems]))
     seen: collections.Counter[str] = collections.Counter()
-    shown, hints = [], []
+    shown: list[str] = []
+    hints: list[str] = []
     for line in error.problems:
         sort = line.partition(":")[0]
         seen[sort] += 1

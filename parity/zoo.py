@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,10 +17,12 @@ from parity.reporting.report import Report, Tier
 from shared.checkpoint import hf_checks, hf_names
 from shared.checkpoint.native import PARAMS
 from shared.checkpoint.scheme import check_tensors, zoo_scheme
+from shared.stores import path_text
 from shared.stores.orbax import is_orbax
 from shared.stores.safetensors import Reader
-from shared.trees import flatten, path_text
+from shared.trees import flatten
 
+_progress = logging.getLogger("parity.tiers")
 TIERS = ("tree", "init", "program", "bits", "decode", "oracle")
 WEIGHTLESS = {"tree", "program"}
 MOST_BYTES = 4 * 2**30  # of parameters, for the tiers that hold both models
@@ -69,6 +72,7 @@ def check_target(
     params: Mapping[str, Any] | None = None
     # First: what is wrong with a checkpoint is said before anything compiles.
     if folder is not None and of_pair:
+        _progress.info("reading %s", folder)
         config, params = load(folder, **layout)
     elif folder is not None:
         check_names(folder)
@@ -76,8 +80,10 @@ def check_target(
     results: list[Tier] = []
     pair = decoders.abstract_pair(config)
     if "tree" in chosen:
+        _progress.info("tier tree")
         results.append(decoders.check_tree(pair))
     if "init" in chosen:
+        _progress.info("tier init: first values from both")
         tier, values = decoders.check_init_of(config, seed)
         results.append(tier)
         params = values if params is None else params
@@ -91,6 +97,7 @@ def check_target(
         pair = decoders.make_pair(config, params)
     sides = decoders.make_sides(pair)
     if "program" in chosen:
+        _progress.info("tier program: tracing and lowering")
         results.append(decoders.check_program(pair, platforms, sides))
     if of_pair:
         results += check_pair(
@@ -134,6 +141,7 @@ def check_pair(
     if "program" in tiers:
         results.append(decoders.check_program(pair, sides=sides))
     if "bits" in tiers:
+        _progress.info("tier bits: compiling and running both")
         if examples is None:
             examples = decoders.draw_examples(pair.config, seed)
         if not isinstance(examples, decoders.Drawn):
@@ -141,10 +149,12 @@ def check_pair(
             compiled = examples[-1].tokens.shape == (decoders.ROWS, decoders.LENGTH)
         results.append(decoders.check_bits(pair, examples, sides))
     if "decode" in tiers:
+        _progress.info("tier decode: compiling and running both")
         # Where the bits tier has compiled a function for this shape, it serves again.
         plain = sides[0].run if compiled else None
         results.append(decoding.check_decode(pair, seed, sides, plain))
     if "oracle" in tiers:
+        _progress.info("tier oracle: compiling and running")
         assert golden is not None
         apply = sides[0].apply
         results.append(

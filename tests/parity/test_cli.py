@@ -105,6 +105,18 @@ def test_check_writes_json_and_markdown(tmp_path):
     assert "| tree | proved |" in files[1].read_text()
 
 
+def test_a_person_who_waits_sees_a_line_for_each_tier(monkeypatch, caplog):
+    command = ["check", "qwen3-next-tiny", "--tiers=tree,program"]
+    assert main(*command)[0] == 0
+    assert not caplog.messages  # nobody looks
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(*command)[0] == 0
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        "tier tree",
+        "tier program",
+    ]
+
+
 @pytest.fixture(scope="session")
 def plain_rows():
     """Of the tiny checkpoint's golden only the logits, which compile fast."""
