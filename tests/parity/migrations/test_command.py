@@ -11,10 +11,13 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
+from flax import linen as nn
+from flax import nnx
 
 import parity.__main__
 from parity.diff import diff
@@ -35,6 +38,11 @@ MODELS = "tests.parity.migrations.models"
 
 # What --linen, --nnx, --inputs and --check name in these tests.
 list_linen, list_inputs = LIST.linen, LIST.inputs
+cnn_linen, cnn_inputs = CNN.linen, CNN.inputs
+
+
+NNX = f"--nnx={__name__}:NNXList"
+LINEN = (f"--linen={__name__}:list_linen", f"--inputs={__name__}:list_inputs")
 
 
 def list_pair():
@@ -75,10 +83,6 @@ def content(folder):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return save_manager(LIST.state, tmp_path_factory.mktemp("command") / "list")
-
-
-NNX = f"--nnx={__name__}:NNXList"
-LINEN = (f"--linen={__name__}:list_linen", f"--inputs={__name__}:list_inputs")
 
 
 # What it does.
@@ -183,6 +187,104 @@ def test_differences_are_listed_and_give_one(source, tmp_path):
     assert len(data["differences"]) == 20
 
 
+class Blocks(nn.Module):
+    """Blocks in which biases of a norm and of a product have one shape."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = BlockOf(name=f"blocks_{i}")(x)
+        return x
+
+
+class BlockOf(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=True)(x)
+        return nn.Dense(4)(x)
+
+
+class NNXBlocks(nnx.Module):
+    def __init__(self, rngs):
+        make = lambda: nnx.Dict(
+            bn=nnx.BatchNorm(4, rngs=rngs), fc=nnx.Linear(4, 4, rngs=rngs)
+        )
+        self.blocks = nnx.List([make() for _ in range(3)])
+
+
+class NNXHead(nnx.Module):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(4, 7, rngs=rngs)
+
+
+class Headed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(7)(x)
+
+
+def test_where_several_leaves_may_be_meant_no_rule_is_proposed(tmp_path):
+    variables = Blocks().init(jax.random.key(0), jnp.ones((1, 4)))
+    source = save_standard(variables, tmp_path / "x")
+    status, out = main(
+        source, tmp_path / "out", "--to=nnx", f"--nnx={__name__}:NNXBlocks"
+    )
+    assert status == 1
+    assert "A rule:" not in out and "/fc/" not in out.partition("blocks/0/bn")[0]
+    assert "In nnx 15 leaves of its shape are left" in out  # five of each block
+    # A line for each of six leaves of a block on either side, not for each block.
+    assert out.count(": missing: ") == 12
+    assert "params/blocks_2/Dense_0/kernel: missing: only in linen" in out
+    assert "and so 2 more, from params/blocks_0/Dense_0/kernel" in out
+    assert out.splitlines()[-2].startswith(
+        "`parity suggest --linen=pkg.mod:name --nnx="
+    )
+    assert len(out.splitlines()) < 20
+
+
+def test_where_one_leaf_can_be_meant_its_rule_is_proposed(tmp_path):
+    variables = Headed().init(jax.random.key(0), jnp.ones((1, 4)))
+    source = save_standard(variables, tmp_path / "x")
+    status, out = main(
+        source, tmp_path / "out", "--to=nnx", f"--nnx={__name__}:NNXHead"
+    )
+    assert status == 1
+    for name in ("kernel", "bias"):
+        rule = f"linen = 'params/Dense_0/{name}' and nnx = 'params/head/{name}'"
+        assert out.count(f"A rule: [[rule]] with {rule}") == 2  # of either side
+
+
+def test_a_checkpoint_that_is_linens_already_is_told(tmp_path):
+    source = save_standard(LIST.variables, tmp_path / "x")
+    status, out = main(source, tmp_path / "out", "--to=linen", *LINEN)
+    told = f"{source} already has the names of the Linen module"
+    assert (status, told in out, "--to=nnx is meant" in out) == (0, True, True)
+    _, out = main(source, tmp_path / "out", "--to=nnx", NNX)
+    assert "already has" not in out
+
+
+def test_one_rule_file_leaves_out_rng_state_in_both_directions(tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        "[[rule]]\nlinen = 'params/Dense_0/(kernel|bias)'\nnnx = 'params/head/\\1'\n"
+        "[[ignore]]\nnnx = 'nnx_rngs/.*'\nreason = 'a new run draws new masks'\n"
+    )
+    flags = [f"--rules={rules}", f"--check={__name__}:cnn_pair", "--write"]
+    state = nnx.state(NNXCNN(nnx.Rngs(0)))
+    source = save_standard(nnx.to_pure_dict(state), tmp_path / "nnx")
+    linen = [f"--linen={__name__}:cnn_linen", f"--inputs={__name__}:cnn_inputs"]
+    status, out = main(source, tmp_path / "linen", "--to=linen", *linen, *flags)
+    assert status == 0 and "left out: 2 beside the model, ignore 1" in out, out
+    status, out = main(
+        tmp_path / "linen",
+        tmp_path / "back",
+        "--to=nnx",
+        f"--nnx={__name__}:NNXCNN",
+        *flags,
+    )
+    assert status == 0, out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -200,6 +302,8 @@ def test_differences_are_listed_and_give_one(source, tmp_path):
         (("SRC", "DST", "--to=nnx", "--step=4"), "has no step 4. It has 9, 10"),
         (("SRC", "DST", "--to=nnx", "--params=weights"), "no node 'weights'"),
         (("SRC", "DST", "--to=nnx", "--rules=none.toml"), "none.toml cannot be read"),
+        (("SRC", "DST", "--to=nnx", "--rules=none.toml"), "there is no such file.\n"),
+        (("SRC", "DST", "--to=linen", LINEN[0]), "needs --inputs=pkg.mod:name"),
         (("SRC", "DST", "--to=nnx", "--json=/no/x"), "--json=/no/x"),
         (("SRC", "SRC", "--to=nnx"), "which is never touched"),
         (("nothing", "DST", "--to=nnx"), "There is no nothing"),
