@@ -411,16 +411,85 @@ def large(tmp_path_factory):
     return folder
 
 
-def start(source, target):
-    command = ["migrate", str(source), str(target), "--to=nnx", "--write"]
+def command(source, target):
+    return ["migrate", str(source), str(target), "--to=nnx", "--write"]
+
+
+def start(program, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "parity", *command],
+        [sys.executable, *program],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"},
         text=True,
+        **options,
     )
+
+
+# It has all imported and no thread yet when it forks, so that a run starts at once.
+FORKING = """
+import json, os, signal, sys, traceback
+import parity.__main__
+
+def begin(command):
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 3
+    try:
+        for stream in (0, 1):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        status = parity.__main__.main(command)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+for line in sys.stdin:
+    what, command = json.loads(line)
+    if what == "begin":
+        if os.path.isdir("/proc/self/task"):
+            assert len(os.listdir("/proc/self/task")) == 1
+        pid, status = begin(command), None
+    elif status is None:
+        if what == "kill":
+            os.kill(pid, signal.SIGKILL)
+        done, code = os.waitpid(pid, 0 if what == "kill" else os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
+    print(json.dumps(status), flush=True)
+"""
+
+
+class Runs:
+    """Runs of the command, one at a time, each in a process of its own."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def begin(self, source, target):
+        return self._ask("begin", command(source, target))
+
+    def poll(self):
+        """The exit status; None: it is running."""
+        return self._ask("poll")
+
+    def kill(self):
+        """The exit status after SIGKILL, which may come too late."""
+        return self._ask("kill")
+
+    def _ask(self, *words):
+        what, argv = (*words, None)[:2]
+        self._process.stdin.write(json.dumps([what, argv]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def runs():
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    process = start(["-c", FORKING], **pipes)
+    yield Runs(process)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def finished(target):
@@ -443,24 +512,23 @@ def reached(target, point, started):
         return False
 
 
-def run_and_kill(source, target, point, delay):
+def run_and_kill(runs, source, target, point, delay):
     """Kills a run some time after it has come to a point.
 
     Returns:
       Whether it was still running.
     """
     started = time.time()
-    process = start(source, target)
-    while process.poll() is None and not reached(target, point, started):
+    runs.begin(source, target)
+    while runs.poll() is None and not reached(target, point, started):
         time.sleep(0.0005)
     time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    _, error = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), error
-    return process.returncode != 0
+    status = runs.kill()
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
 
-def check_kills(large, target, kills, seed):
+def check_kills(runs, large, target, kills, seed):
     source, draw = large / "x", random.Random(seed)
     before = {file: digest_of(file) for file in source.rglob("*") if file.is_file()}
     killed = 0
@@ -470,14 +538,15 @@ def check_kills(large, target, kills, seed):
             shutil.rmtree(partial_folder(target))
             done = 0
         point = draw.randint(done + 1, LEAVES + 1)
-        was_running = run_and_kill(source, target, point, draw.uniform(0, 0.03))
+        was_running = run_and_kill(runs, source, target, point, draw.uniform(0, 0.03))
         if target.exists():  # it was quicker: whole, and begun anew
             assert content(target) == content(large / "whole")
             shutil.rmtree(target)
         else:
             assert was_running
             killed += 1
-    process = start(source, target)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = start(["-m", "parity", *command(source, target)], **pipes)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert content(target) == content(large / "whole")
@@ -490,18 +559,17 @@ def digest_of(file):
     return file.read_bytes(), file.stat().st_mtime_ns
 
 
-def test_killed_runs_leave_nothing_half_and_the_next_one_ends_it(large, tmp_path):
-    check_kills(large, tmp_path / "out", kills=3, seed=1)
+def test_killed_runs_leave_nothing_half_and_the_next_one_ends_it(runs, large, tmp_path):
+    check_kills(runs, large, tmp_path / "out", kills=3, seed=1)
 
 
-@pytest.mark.slow
-def test_killed_twenty_times(large, tmp_path):
-    check_kills(large, tmp_path / "out", kills=20, seed=2)
+def test_killed_twenty_times(runs, large, tmp_path):
+    check_kills(runs, large, tmp_path / "out", kills=20, seed=2)
 
 
-def test_a_killed_run_of_another_source_is_not_gone_on_with(large, tmp_path):
+def test_a_killed_run_of_another_source_is_not_gone_on_with(runs, large, tmp_path):
     target = tmp_path / "out"
-    assert run_and_kill(large / "x", target, 3, 0)
+    assert run_and_kill(runs, large / "x", target, 3, 0)
     other = tmp_path / "y"
     save_standard({"params": {"a": jnp.ones(3)}}, other)
     status, out = main(other, target, "--to=nnx", "--write")
