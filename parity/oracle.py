@@ -7,6 +7,7 @@
 | hidden65/embed, layer_i, final_norm | residual stream for fwd/65 |
 | loss/input_ids, labels, ce, total, aux | one batch with its losses |
 | loss_masked/labels, ce, total, aux | the same for rightpad's batch |
+| mrope/* | input_ids, position_ids_text_t_h_w, logits |
 | grad/names, norm, proj | gradient of loss/total by tensor name |
 
 `norm` is the L2 norm of a tensor's gradient and `proj` its sum with cos(0), cos(1), …:
@@ -185,6 +186,15 @@ def _padded(inputs: _Inputs) -> Iterator[Match]:
     yield _scaled(name, mine[real], inputs.keys[name][real], PADDED_ATOL)
 
 
+def _multimodal(inputs: _Inputs) -> Iterator[Match]:
+    """Positions by time, height and width, as of images between text."""
+    name = f"{inputs.section}/logits"
+    positions = inputs.keys[f"{inputs.section}/position_ids_text_t_h_w"][1:]
+    tokens = inputs.keys[f"{inputs.section}/input_ids"]
+    logits = inputs.run(inputs.params, tokens, positions=positions).logits
+    yield _scaled(name, logits, inputs.keys[name], FORWARD_ATOL)
+
+
 def _run_padded(inputs: _Inputs, section: str) -> shared.DecoderOutput:
     """The padded batch of a section; its mask is one segment and padding."""
     return inputs.run(
@@ -270,6 +280,7 @@ _SECTIONS: dict[str, Callable[[_Inputs], Iterator[Match]]] = {
     "hidden5": _hidden,
     "loss": _loss,
     "loss_masked": _loss,
+    "mrope": _multimodal,
     "grad": _gradient,
 }
 

@@ -142,7 +142,26 @@ class GatedDeltaNetCache(NamedTuple):
         return take(self.segment_id, slot)
 
 
-LayerCache = KVCache | GatedDeltaNetCache
+class BorrowedCache(NamedTuple):
+    """Of a layer that attends to another layer's keys: it only counts.
+
+    Attributes:
+      position: [..., B]; how many tokens each row has seen.
+    """
+
+    position: Int[Array, "*stack B"]
+
+    def extend(self, segment_ids: Int[Array, "B T"], slot: Slot = ()) -> BorrowedCache:
+        """The cache with the real ones of the given tokens counted."""
+        new = jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32)
+        return BorrowedCache(put(self.position, take(self.position, slot) + new, slot))
+
+    def last_segment(self, slot: Slot = ()) -> Int[Array, " B"]:
+        """Not held: the first layer of a model, which is asked, has its own keys."""
+        raise NotImplementedError("Ask a layer that has keys of its own.")
+
+
+LayerCache = KVCache | GatedDeltaNetCache | BorrowedCache
 
 
 def take(tree: Tree, slot: Slot) -> Tree:

@@ -189,6 +189,8 @@ class AttentionConfig:
       keys_are_values: there is no `v_proj`: values are what `k_proj` gives, before
         norm and rotation.
       scale: of the scores; None: head_dim ** -0.5.
+      borrows_keys: the layer has queries only and attends to the keys of another;
+        set by the kind of a layer.
     """
 
     hidden_size: int
@@ -205,6 +207,7 @@ class AttentionConfig:
     value_norm: bool = False
     keys_are_values: bool = False
     scale: float | None = None
+    borrows_keys: bool = False
 
     def __post_init__(self):
         _positive(
@@ -456,13 +459,16 @@ class LayerInputConfig:
     Attributes:
       vocab_size: rows of the second embedding.
       size: width of a layer's part.
+      activation: of the gate through which it goes in.
     """
 
     vocab_size: int
     size: int
+    activation: Activation = "gelu_tanh"
 
     def __post_init__(self):
         _positive(vocab_size=self.vocab_size, size=self.size)
+        _one_of("activation", self.activation, get_args(Activation))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,7 +6,8 @@ B batch, T time.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,14 +18,17 @@ from jaxtyping import Array, Bool, Int
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What a layer is told: the same for all layers but for `layer_index`.
+    """What a layer is told: the same for all layers but for what `at_layer` sets.
 
     Attributes:
-      positions: [B, T], for rotary embedding.
+      positions: [B, T] for rotary embedding, or [3, B, T] (time, height, width).
       segment_ids: [B, T]; 0 is padding, equal positive ids are one sequence.
       layer_index: absolute index of the layer, int32 scalar.
       cache_slot: where the layer's cache stands in the cache that it is given, which
         holds all layers of its run; () where it holds this layer alone.
+      layer_input: [B, T, P], the layer's part of the tokens' second embedding; None
+        in a model without.
+      lent: the keys that layers of a mixer borrow (`LentKeys`), by mixer.
       dropout_key: key of the whole model for this call; None: no dropout.
       want_hidden: whether layers return their output in `LayerAux.hidden`.
     """
@@ -33,6 +37,8 @@ class Context:
     segment_ids: Array
     layer_index: Array
     cache_slot: tuple[Array, ...] = ()
+    layer_input: Array | None = None
+    lent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dropout_key: Array | None = None
     want_hidden: bool = dataclasses.field(default=False, metadata={"static": True})
 
@@ -41,10 +47,18 @@ class Context:
         """Whether dropout is off."""
         return self.dropout_key is None
 
-    def at_layer(self, index: ArrayLike, cache_slot: tuple[Array, ...] = ()) -> Context:
+    def at_layer(
+        self,
+        index: ArrayLike,
+        cache_slot: tuple[Array, ...] = (),
+        layer_input: Array | None = None,
+    ) -> Context:
         """The context of the layer with absolute index `index`."""
         return dataclasses.replace(
-            self, layer_index=jnp.asarray(index), cache_slot=cache_slot
+            self,
+            layer_index=jnp.asarray(index),
+            cache_slot=cache_slot,
+            layer_input=layer_input,
         )
 
     def layer_dropout_key(self) -> Array:
@@ -70,6 +84,7 @@ class Context:
         differences, so padding at the ends and packed sequences need no others. With
         `start` [B], the number of tokens a cache has seen, the real tokens of a row
         count on.
+        Positions [3, B, T] are those of images and video; text has three equal ones.
         Segment ids default to 1, or to `segment` [B], the sequence that a row is in,
         where that is not 0.
 
@@ -91,7 +106,13 @@ class Context:
         elif positions is None:
             positions = jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape)
         positions = jnp.asarray(positions)
-        for name, value in (("segment_ids", segment_ids), ("positions", positions)):
+        by_axis = positions[0] if positions.ndim == 3 else positions
+        if positions.ndim == 3 and positions.shape[0] != 3:
+            raise ValueError(
+                "positions must be [batch, time], or [3, batch, time] for time, height "
+                f"and width. Got {positions.shape}."
+            )
+        for name, value in (("segment_ids", segment_ids), ("positions", by_axis)):
             if value.shape != shape:
                 raise ValueError(
                     f"{name} must have the shape of the tokens. Got {value.shape} "

@@ -33,7 +33,10 @@ Tree = TypeVar("Tree")
 
 @runtime_checkable
 class Kind(Protocol):
-    """What a plan needs to know of a layer kind besides equality."""
+    """What a plan needs to know of a layer kind besides equality.
+
+    Kinds with a `section` (a string) that differs never share a group.
+    """
 
     @property
     def is_global(self) -> bool:
@@ -259,7 +262,8 @@ def make_plan(
 
     Without an explicit period, the shortest one that the whole list repeats is taken;
     else a prefix, a period that stands at least twice and covers half of the layers,
-    and a free remainder. A list with no useful period runs layer by layer.
+    and a free remainder. A list with no useful period runs layer by layer. Each section
+    (see `Kind`) is grouped by itself.
 
     Args:
       kinds: kind of each layer in order.
@@ -267,36 +271,66 @@ def make_plan(
       scan_layers: False gives `layers_0` … `layers_{n-1}`.
 
     Raises:
-      PlanError: `period` contradicts the kinds; the message names the layers.
+      PlanError: `period` contradicts the kinds, or the layers of a section do not stand
+        together; the message names the layers.
     """
-    kinds = tuple(kinds)
+    groups: list[Group] = []
+    for section in _sections(tuple(kinds)):
+        if period is not None:
+            _check_period(section, period)
+        groups += _plan_section(section, period) if scan_layers else _unscanned(section)
+    return LayerPlan(tuple(groups))
+
+
+class _Section(NamedTuple):
+    """A stretch of layers that is grouped by itself: name, first layer, kinds."""
+
+    name: str
+    start: int
+    kinds: tuple[Any, ...]
+
+
+def _sections(kinds: tuple[Any, ...]) -> list[_Section]:
+    sections: list[_Section] = []
+    start = 0
+    for name, part in itertools.groupby(kinds, lambda k: getattr(k, "section", "")):
+        if any(section.name == name for section in sections):
+            raise PlanError(
+                f"Layers of section {name!r} stand apart: layer {start} is of it "
+                "again. Layers of a section must follow on one another."
+            )
+        sections.append(_Section(name, start, tuple(part)))
+        start += len(sections[-1].kinds)
+    return sections
+
+
+def _plan_section(section: _Section, period: int | None) -> list[Group]:
+    kinds = section.kinds
     if period is not None:
-        _check_period(kinds, period)
-    if not scan_layers:
-        return _unscanned(kinds)
-    if period is not None:
-        return _scanned(kinds, 0, period, len(kinds) // period)
+        return _scanned(section, 0, period, len(kinds) // period)
     found = _find_period(kinds)
     if found is None:
         logger.info(
             "No period stands twice in these %d layers; they run one by one as "
-            "layers_0 to layers_%d.",
+            "layers_%d to layers_%d.",
             len(kinds),
-            len(kinds) - 1,
+            section.start,
+            section.start + len(kinds) - 1,
         )
-        return _unscanned(kinds)
-    return _scanned(kinds, *found)
+        return _unscanned(section)
+    return _scanned(section, *found)
 
 
-def _check_period(kinds: tuple[Any, ...], period: int) -> None:
+def _check_period(section: _Section, period: int) -> None:
     if period < 1:
         raise PlanError(f"scan_period must be at least 1. Got {period}.")
-    for index, kind in enumerate(kinds):
-        first = kinds[index % period]
+    for index, kind in enumerate(section.kinds):
+        first = section.kinds[index % period]
         if kind != first:
             raise PlanError(
-                f"scan_period={period} contradicts the layers: layer {index} is "
-                f"{kind}, but layer {index % period}, at the same place of the first "
+                f"scan_period={period} contradicts the layers: layer "
+                f"{section.start + index} is {kind}, but layer "
+                f"{section.start + index % period}, at the same place of the first "
                 f"period, is {first}. Give another period, or None to have it found."
             )
 
@@ -328,28 +362,27 @@ def _count_repeats(kinds: tuple[Any, ...], start: int, period: int) -> int:
     return repeats
 
 
-def _scanned(
-    kinds: tuple[Any, ...], start: int, period: int, repeats: int
-) -> LayerPlan:
-    end = start + period * repeats
+def _scanned(section: _Section, start: int, period: int, repeats: int) -> list[Group]:
+    (name, first, kinds), end = section, start + period * repeats
+    scanned = f"layers_{name}" if name else "layers"
+    before = f"{scanned}_prefix" if name else "prefix"
     groups = []
     if start:
-        groups.append(Group("prefix", 0, None, _name_runs(kinds[:start])))
+        groups.append(Group(before, first, None, _name_runs(kinds[:start])))
     if repeats:
         runs = _name_runs(kinds[start : start + period])
-        groups.append(Group("layers", start, repeats, runs))
+        groups.append(Group(scanned, first + start, repeats, runs))
     if end < len(kinds):
-        groups.append(Group("layers_remainder", end, None, _name_runs(kinds[end:])))
-    return LayerPlan(tuple(groups))
+        rest = _name_runs(kinds[end:])
+        groups.append(Group(f"{scanned}_remainder", first + end, None, rest))
+    return groups
 
 
-def _unscanned(kinds: tuple[Any, ...]) -> LayerPlan:
-    return LayerPlan(
-        tuple(
-            Group(f"layers_{i}", i, None, (Run(None, kind, 0, 1, stacked=False),))
-            for i, kind in enumerate(kinds)
-        )
-    )
+def _unscanned(section: _Section) -> list[Group]:
+    return [
+        Group(f"layers_{i}", i, None, (Run(None, kind, 0, 1, stacked=False),))
+        for i, kind in enumerate(section.kinds, section.start)
+    ]
 
 
 def _cut(kinds: Sequence[Kind]) -> list[tuple[Kind, int]]:

@@ -3,9 +3,7 @@
 Tolerances stand in `parity.oracle`; `numpy64.npz` is an independent float64 model.
 """
 
-import functools
 import json
-import pathlib
 import shutil
 
 import jax
@@ -13,56 +11,42 @@ import numpy as np
 import pytest
 
 import shared
-import zoo_linen
-import zoo_nnx
 from parity import decoders, oracle
 from shared.trees import flatten
+from tests.golden_models import (
+    CASES,
+    GOLDENS,
+    QWEN3_NEXT,
+    every_model,
+    frontend,
+    golden,
+    load,
+)
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
-CASES = ("qwen3_next_6l", "qwen3_next_8l", "qwen3_next_dense_mix")
-SECTIONS = ("fwd", "hidden65", "hidden5", "leftpad", "rightpad", "loss", "loss_masked")
+SECTIONS = (
+    "fwd",
+    "hidden65",
+    "hidden5",
+    "leftpad",
+    "rightpad",
+    "loss",
+    "loss_masked",
+    "mrope",
+)
 # Other layouts of the same weights, with the cases that have them.
 LAYOUTS = {
-    "config_hub_style": CASES,
-    "sharded": ("qwen3_next_8l",),
-    "fused_experts": ("qwen3_next_8l",),
+    "config_hub_style": (
+        *QWEN3_NEXT,
+        "gemma4_dense",
+        "gemma4_moe",
+        "gemma4_ple_kvshare",
+    ),
+    "sharded": ("qwen3_next_8l", "qwen3_5_dense_8l", "gemma4_dense", "deepseek_v3"),
+    "fused_experts": ("qwen3_next_8l", "qwen3_5_moe_8l"),
+    "hub_layout": ("qwen3_5_moe_vl_wrapper",),
 }
-
-
-@functools.cache
-def load(case: str, scan_layers: bool):
-    return shared.checkpoint.load_hf(GOLDENS / case, scan_layers=scan_layers)
-
-
-@functools.cache
-def golden(case: str) -> dict[str, np.ndarray]:
-    return oracle.read_golden(GOLDENS / case / "golden.npz")
-
-
-@functools.cache
-def frontend(case: str, scan_layers: bool, name: str):
-    """The model as a function, one for all tests, so that it compiles once a shape."""
-    config, params = load(case, scan_layers)
-    pair = decoders.make_pair(config, params)
-    if name == "linen":
-        return zoo_linen.as_function(pair.linen)
-    return zoo_nnx.as_function(pair.nnx)
-
-
-every_model = pytest.mark.parametrize(
-    ("case", "scan_layers", "name"),
-    [
-        pytest.param(
-            case,
-            scan,
-            name,
-            id=f"{case}-{'scanned' if scan else 'unscanned'}-{name}",
-        )
-        for case in CASES
-        for scan in (True, False)
-        for name in ("linen", "nnx")
-    ],
-)
+# Fields of config.json that only the older spelling has.
+OLDER = {"full_attention_interval", "global_head_dim"}
 
 
 @every_model
@@ -146,9 +130,7 @@ def test_every_layout_gives_the_same_config_and_bytes(
         folder = tmp_path
         shutil.copy(GOLDENS / case / "model.safetensors", folder)
         shutil.copy(GOLDENS / case / "config_hub_style.json", folder / "config.json")
-        assert "full_attention_interval" in json.loads(
-            (folder / "config.json").read_text()
-        )
+        assert OLDER & json.loads((folder / "config.json").read_text()).keys()
     config, params = shared.checkpoint.load_hf(folder, scan_layers=scan_layers)
     expected_config, expected = load(case, scan_layers)
     assert config == expected_config
@@ -183,7 +165,7 @@ def test_mixers_and_feed_forwards_are_the_references():
 
 def _comparable(wanted) -> set[str]:
     """Keys that hold results of the whole model; the rest are inputs or inner parts."""
-    inputs = ("input_ids", "attention_mask", "position_ids", "labels")
+    inputs = ("input_ids", "attention_mask", "position_ids", "_t_h_w", "labels")
     parts = ("mixer_", "mlp_")
     return {
         key

@@ -19,7 +19,7 @@ from shared.cache import GatedDeltaNetCache
 from shared.config import LayerKind
 from shared.context import Context
 from shared.generation import decode
-from shared.layers import decoder_layer, gated_attention, gated_delta_net
+from shared.layers import decoder_layer, gated_delta_net, grouped_query_attention
 from shared.params import draw_tree
 from shared.presets import qwen3_next_tiny
 
@@ -58,8 +58,8 @@ def relative(actual, expected):
 def test_a_layer_ends_in_the_same_state(mixer):
     """Its inputs are recorded in bfloat16, in which it runs."""
     kind = LayerKind(mixer, "dense")
-    config, _ = decoder_layer.parts(CONFIG, kind)
-    layer = gated_delta_net if mixer == "linear_attention" else gated_attention
+    config = decoder_layer.mixer_part(CONFIG, kind)
+    layer = gated_delta_net if mixer == "linear_attention" else grouped_query_attention
     weights = draw_tree(layer.param_specs(config), jax.random.key(1), "bfloat16")
     weights = louder(weights)
     x = jax.random.normal(

@@ -27,8 +27,8 @@ from shared.layers import (
     decoder,
     decoder_layer,
     experts,
-    gated_attention,
     gated_delta_net,
+    grouped_query_attention,
     linear,
     sparse_moe,
 )
@@ -36,7 +36,6 @@ from shared.ops import (
     attention,
     delta_rule_chunked,
     norm,
-    rope,
     routing,
 )
 from shared.ops import experts as expert_ops
@@ -55,24 +54,29 @@ MARGIN = 10
 # ------------------------------------------------------------------- norms and head
 
 
+def norm_scales_by_w(x, weight, eps, *, zero_centered):
+    """The norm of a module, always with w."""
+    return norm.rms_norm(x, weight, eps)
+
+
 def layer_norms_scale_by_w(patch):
     """The norms around mixer and feed-forward multiply by w, not by 1 + w."""
-    patch.setattr(decoder_layer, "zero_centered_rms_norm", norm.rms_norm)
+    patch.setattr(decoder_layer, "normalize", norm_scales_by_w)
 
 
 def query_and_key_norms_scale_by_w(patch):
     """The norms of queries and keys multiply by w, not by 1 + w."""
-    patch.setattr(gated_attention, "zero_centered_rms_norm", norm.rms_norm)
+    patch.setattr(grouped_query_attention, "normalize", norm_scales_by_w)
 
 
 def final_norm_scales_by_w(patch):
     """The norm before the head multiplies by w, not by 1 + w."""
-    patch.setattr(decoder, "zero_centered_rms_norm", norm.rms_norm)
+    patch.setattr(decoder, "normalize", norm_scales_by_w)
 
 
 def final_norm_missing(patch):
     """The head sees the residual stream as it is."""
-    patch.setattr(decoder, "zero_centered_rms_norm", lambda x, weight, eps: x)
+    patch.setattr(decoder, "normalize", lambda x, weight, eps, **options: x)
 
 
 def gated_norm_scales_by_one_plus_w(patch):
@@ -99,34 +103,33 @@ def gate_before_the_gated_norm(patch):
 
 def gate_after_the_output_projection(patch):
     """The gate multiplies what o_proj gives, not what it takes."""
-    project, apply = gated_attention._project, gated_attention.apply
+    project = grouped_query_attention._project_queries
+    apply = grouped_query_attention.apply
 
     def project_without_gate(weights, x, config):
-        q, gate, k, v = project(weights, x, config)
-        return q, jnp.full_like(gate, jnp.inf), k, v
+        q, gate = project(weights, x, config)
+        return q, jnp.full_like(gate, jnp.inf)
 
-    def apply_then_gate(weights, x, context, cache, *, config):
-        y, cache = apply(weights, x, context, cache, config=config)
-        _, gate, _, _ = project(weights, x, config)
+    def apply_then_gate(weights, x, context, cache, *, config, keys=None):
+        y, cache = apply(weights, x, context, cache, config=config, keys=keys)
+        _, gate = project(weights, x, config)
         gate = gate.reshape(*x.shape[:2], -1)[..., : x.shape[-1]]
         return y * jax.nn.sigmoid(gate), cache
 
-    patch.setattr(gated_attention, "_project", project_without_gate)
-    patch.setattr(gated_attention, "apply", apply_then_gate)
+    patch.setattr(grouped_query_attention, "_project_queries", project_without_gate)
+    patch.setattr(grouped_query_attention, "apply", apply_then_gate)
 
 
 def query_and_gate_as_two_halves(patch):
     """q_proj is cut into all queries and all gates, not head by head."""
-    original = gated_attention._project
 
     def project(weights, x, config):
-        _, _, k, v = original(weights, x, config)
         halves = jnp.split(linear.project(x, weights, "q_proj"), 2, axis=-1)
         shape = *x.shape[:2], config.num_heads, config.head_dim
         q, gate = (half.reshape(shape) for half in halves)
-        return q, gate, k, v
+        return q, gate
 
-    patch.setattr(gated_attention, "_project", project)
+    patch.setattr(grouped_query_attention, "_project_queries", project)
 
 
 def key_heads_tiled_in_attention(patch):
@@ -168,41 +171,43 @@ def attention_sees_the_next_token(patch):
 
 def rope_missing(patch):
     """No rotary embedding."""
-    patch.setattr(gated_attention, "apply_rope", lambda x, positions, **options: x)
+    patch.setattr(grouped_query_attention, "rotate", lambda x, positions, rope: x)
+
+
+def change_rope(patch, change):
+    """`change`: (heads, config of the rotation) -> another config."""
+    original = grouped_query_attention.rotate
+    patch.setattr(
+        grouped_query_attention,
+        "rotate",
+        lambda x, positions, rope: original(x, positions, change(x, rope)),
+    )
 
 
 def rope_pairs_neighbours(patch):
     """Component 2j pairs with 2j + 1, not j with j + R / 2."""
-    original = rope.apply_rope
+    original = grouped_query_attention.rotate
 
-    def interleaved(x, positions, *, rotary_dim, theta):
-        pairs = np.arange(rotary_dim).reshape(-1, 2).T.ravel()
-        order = np.concatenate([pairs, np.arange(rotary_dim, x.shape[-1])])
-        turned = original(x[..., order], positions, rotary_dim=rotary_dim, theta=theta)
+    def interleaved(x, positions, rope):
+        pairs = np.arange(rope.rotary_dim).reshape(-1, 2).T.ravel()
+        order = np.concatenate([pairs, np.arange(rope.rotary_dim, x.shape[-1])])
+        turned = original(x[..., order], positions, rope)
         return turned[..., np.argsort(order)]
 
-    patch.setattr(gated_attention, "apply_rope", interleaved)
+    patch.setattr(grouped_query_attention, "rotate", interleaved)
 
 
 def rope_over_the_whole_head(patch):
     """All components of a head are rotated, not the first quarter."""
-    original = rope.apply_rope
-    patch.setattr(
-        gated_attention,
-        "apply_rope",
-        lambda x, positions, *, rotary_dim, theta: original(
-            x, positions, rotary_dim=x.shape[-1], theta=theta
-        ),
+    change_rope(
+        patch, lambda x, rope: dataclasses.replace(rope, rotary_dim=x.shape[-1])
     )
 
 
 def rope_exponent_counts_the_head(patch):
     """Frequencies are theta^(-2j / H), not theta^(-2j / R); H is 4 R here."""
-    original = rope.rotary_frequencies
-    patch.setattr(
-        rope,
-        "rotary_frequencies",
-        lambda rotary_dim, theta, dtype: original(rotary_dim, theta**0.25, dtype),
+    change_rope(
+        patch, lambda x, rope: dataclasses.replace(rope, theta=rope.theta**0.25)
     )
 
 
@@ -314,7 +319,7 @@ def weights_of_experts_not_renormalised(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(logits, k, normalize=False),
+        lambda *args, normalize, **options: original(*args, normalize=False, **options),
     )
 
 
@@ -324,8 +329,8 @@ def router_softmax_twice(patch):
     patch.setattr(
         sparse_moe,
         "route",
-        lambda logits, k, *, normalize: original(
-            jax.nn.softmax(logits), k, normalize=normalize
+        lambda logits, *args, **options: original(
+            jax.nn.softmax(logits), *args, **options
         ),
     )
 
@@ -349,16 +354,16 @@ def shared_expert_missing(patch):
 
 def silu_missing_in_experts(patch):
     """The gates of the routed experts are linear."""
-    patch.setattr(expert_ops, "jax", jax_with(silu=identity))
+    patch.setattr(expert_ops, "activate", lambda x, name: x)
 
 
 def gate_and_up_swapped_in_experts(patch):
     """silu is applied to the up projection."""
     original = experts.apply
 
-    def apply(weights, *args):
+    def apply(weights, *args, **options):
         gate, up = weights["gate_proj"], weights["up_proj"]
-        return original({**weights, "gate_proj": up, "up_proj": gate}, *args)
+        return original({**weights, "gate_proj": up, "up_proj": gate}, *args, **options)
 
     patch.setattr(experts, "apply", apply)
 
@@ -396,7 +401,11 @@ def router_loss_counts_only_the_best_expert(patch):
     """The router loss takes a token's first choice alone, as with one expert each."""
     original = routing.router_stats
     patch.setattr(
-        sparse_moe, "router_stats", lambda logits, k, real: original(logits, 1, real)
+        sparse_moe,
+        "router_stats",
+        lambda logits, experts, real, **options: original(
+            logits, experts[:, :1], real, **options
+        ),
     )
 
 

@@ -25,8 +25,8 @@ from shared.layers import (
     decoder,
     decoder_layer,
     experts,
-    gated_attention,
     gated_delta_net,
+    grouped_query_attention,
     mlp,
     sparse_moe,
 )
@@ -127,32 +127,36 @@ def run_one_layer(params, x, context, config, kind):
         return {name: params[name] for name in specs}
 
     def mix(x, context, cache):
-        if kind.mixer == "full_attention":
-            part, layer = params["self_attn"], gated_attention
-            return layer.apply(part, x, context, cache, config=config.attention)
-        part, layer = params["linear_attn"], gated_delta_net
-        return layer.apply(part, x, context, cache, config=config.delta_net)
+        name = decoder_layer.mixer_name(kind)
+        part = decoder_layer.mixer_part(config, kind)
+        full = kind.mixer == "full_attention"
+        layer = grouped_query_attention if full else gated_delta_net
+        return layer.apply(params[name], x, context, cache, config=part)
 
-    def feed_forward(x, context):
+    def mixture(x, context):
         part = params["mlp"]
-        if kind.feed_forward == "dense":
-            return mlp.apply(part, x), None
+        moe = config.moe
         return sparse_moe.apply(
             own(part, sparse_moe.param_specs(config.moe)),
             x,
             context,
-            experts=functools.partial(experts.apply, part["experts"]),
-            shared_expert=functools.partial(mlp.apply, part["shared_expert"]),
-            config=config.moe,
+            experts=functools.partial(experts.apply, part["experts"], config=moe),
+            shared_expert=functools.partial(
+                mlp.apply, part["shared_expert"], config=moe.shared_expert
+            ),
+            config=moe,
         )
 
+    dense = functools.partial(mlp.apply, params["mlp"], config=config.mlp)
     x, _, aux = decoder_layer.apply(
-        own(params, decoder_layer.norm_specs(config)),
+        own(params, decoder_layer.own_specs(config, kind)),
         x,
         context,
         None,
-        mixer=mix,
-        feed_forward=feed_forward,
+        modules={
+            decoder_layer.mixer_name(kind): mix,
+            "mlp": dense if kind.feed_forward == "dense" else mixture,
+        },
         config=config,
         kind=kind,
     )
@@ -490,7 +494,7 @@ def kept_loops(function, config):
         line for line in text.splitlines() if "stablehlo.while" in line and KEEP in line
     ]
     # Loops inside the layer are marked as well; only that around it has this weight.
-    spec = gated_attention.param_specs(config.attention)["q_proj"]
+    spec = grouped_query_attention.param_specs(config.attention)["q_proj"]
     weight = "tensor<{}x{}xf32>".format(*spec.shape)
     return sum(weight in loop for loop in loops)
 

@@ -4,8 +4,8 @@ from zoo_linen import partitioning
 from zoo_linen.decoder import Decoder
 from zoo_linen.decoder_layer import DecoderLayer
 from zoo_linen.function import DecoderFunction, as_function
-from zoo_linen.gated_attention import GatedAttention
 from zoo_linen.gated_delta_net import GatedDeltaNet
+from zoo_linen.grouped_query_attention import GroupedQueryAttention
 from zoo_linen.mlp import MLP
 from zoo_linen.sparse_moe import Experts, SparseMoE
 
@@ -15,7 +15,7 @@ __all__ = [
     "DecoderFunction",
     "DecoderLayer",
     "Experts",
-    "GatedAttention",
+    "GroupedQueryAttention",
     "GatedDeltaNet",
     "SparseMoE",
     "as_function",

@@ -18,7 +18,7 @@ from shared.params import layer_key
 from shared.plan import Group, LayerPlan, node_at, run_path
 from zoo_linen.decoder_layer import DecoderLayer
 from zoo_linen.parameters import declare, stream_key
-from zoo_linen.stack import Block, run_group, run_layers
+from zoo_linen.stack import Block, Carry, run_group, run_layers
 
 
 class Decoder(nn.Module):
@@ -89,11 +89,18 @@ class Decoder(nn.Module):
         weights = declare(self, decoder.outer_specs(config), config.param_dtype)
         x = embedding = decoder.embed(weights, tokens, context, config)
 
-        new_cache, aux = {}, {}
+        told = decoder.per_layer(weights, tokens, embedding, context, config)
+        lent = decoder.init_lent(config, x)
+        new_cache: dict[str, Any] = {}
+        aux: dict[str, Any] = {}
         for group in config.plan.groups:
-            x, new_cache[group.name], aux[group.name] = self._run(
-                group, x, context, None if cache is None else cache[group.name]
+            own = None if cache is None else cache[group.name]
+            after = None if cache is None else new_cache
+            lending = decoder.lend(config, group, context, lent, cache, after)
+            carry, aux[group.name] = self._run(
+                group, (x, own, lent), lending, told[group.name]
             )
+            x, new_cache[group.name], lent = carry
         held = None if cache is None else new_cache
         return decoder.output(weights, embedding, x, held, aux, config, logits_at)
 
@@ -102,20 +109,15 @@ class Decoder(nn.Module):
         return decoder.logical_axes(self.config)
 
     def _run(
-        self, group: Group, x: Array, context: Context, cache: Any
-    ) -> tuple[Array, Any, Any]:
-        """One group of the plan: its output, and its caches and aux by run."""
-        indices = self.config.plan.indices()[group.name]
+        self, group: Group, carry: Carry, context: Context, told: Any
+    ) -> tuple[Carry, Any]:
+        """One group of the plan; caches and aux are by run."""
         (first, *_) = group.runs
         if first.name is None:
             layer = self.layer(self.config, first.kind, name=group.name)
-            (x, cache), aux = run_layers(
-                layer, group, first, (x, cache), context, indices, self.config
-            )
-            return x, cache, aux
+            return run_layers(layer, group, first, carry, context, told, self.config)
         block = Block(self.config, group, self.layer, name=group.name)
-        (x, cache), aux = run_group(block, group, (x, cache), context, indices)
-        return x, cache, aux
+        return run_group(block, group, carry, context, told)
 
     def _dropout_key(self, deterministic: bool) -> Array | None:
         if deterministic or self.config.dropout_rate == 0.0:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
 from jaxtyping import Array, Float
 
-from shared.config import DecoderConfig, LayerKind
+from shared.config import (
+    AttentionConfig,
+    DecoderConfig,
+    GatedDeltaNetConfig,
+    LayerKind,
+    MLPConfig,
+    MoEConfig,
+)
 from shared.context import Context
 from shared.layers import decoder_layer
 from shared.layers.decoder_layer import LayerAux
-from shared.layers.sparse_moe import RouterAux
-from zoo_linen.gated_attention import GatedAttention
 from zoo_linen.gated_delta_net import GatedDeltaNet
+from zoo_linen.grouped_query_attention import GroupedQueryAttention
 from zoo_linen.mlp import MLP
 from zoo_linen.parameters import declare
 from zoo_linen.sparse_moe import SparseMoE
+
+# The module that goes with a part of the config.
+MODULES: dict[type, Callable[..., nn.Module]] = {
+    AttentionConfig: GroupedQueryAttention,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    MLPConfig: MLP,
+    MoEConfig: SparseMoE,
+}
 
 
 class DecoderLayer(nn.Module):
@@ -44,14 +59,10 @@ class DecoderLayer(nn.Module):
 
     def setup(self):
         config, dtype = self.config, jnp.dtype(self.config.param_dtype)
-        self.weights = declare(self, decoder_layer.norm_specs(config), dtype)
-        mixer, feed_forward = decoder_layer.parts(config, self.kind)
-        if self.kind.mixer == "linear_attention":
-            self.linear_attn = GatedDeltaNet(mixer, dtype)
-        else:
-            self.self_attn = GatedAttention(mixer, dtype)
-        dense = self.kind.feed_forward == "dense"
-        self.mlp: Any = (MLP if dense else SparseMoE)(feed_forward, dtype)
+        own = decoder_layer.own_specs(config, self.kind)
+        self.weights = declare(self, own, dtype)
+        for name, part in decoder_layer.modules(config, self.kind).items():
+            setattr(self, name, MODULES[type(part)](part, dtype))
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
@@ -62,15 +73,10 @@ class DecoderLayer(nn.Module):
             x,
             context,
             cache,
-            mixer=getattr(self, decoder_layer.mixer_name(self.kind)),
-            feed_forward=self._feed_forward,
+            modules={
+                name: getattr(self, name)
+                for name in decoder_layer.modules(self.config, self.kind)
+            },
             config=self.config,
             kind=self.kind,
         )
-
-    def _feed_forward(
-        self, x: Array, context: Context
-    ) -> tuple[Array, RouterAux | None]:
-        if self.kind.feed_forward == "dense":
-            return self.mlp(x), None
-        return self.mlp(x, context)

@@ -14,7 +14,7 @@ from zoo_linen.parameters import declare
 
 
 class MLP(nn.Module):
-    """down(silu(gate x) * up x).
+    """down(activation(gate x) * up x).
 
     Example usage::
 
@@ -26,7 +26,7 @@ class MLP(nn.Module):
       ['down_proj', 'gate_proj', 'up_proj']
 
     Attributes:
-      config: sizes.
+      config: sizes and activation.
       param_dtype: dtype of new parameters.
     """
 
@@ -38,4 +38,4 @@ class MLP(nn.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the layer to each token."""
-        return mlp.apply(self.weights, x)
+        return mlp.apply(self.weights, x, config=self.config)

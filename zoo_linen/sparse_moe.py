@@ -1,4 +1,4 @@
-"""A mixture of experts with a shared expert, as Linen modules."""
+"""A mixture of experts, with or without a shared expert, as Linen modules."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Experts(nn.Module):
         self, x: Float[Array, "n D"], routing: Routing, real: Bool[Array, " n"]
     ) -> Float[Array, "n D"]:
         """The weighted sum of each token's experts."""
-        return experts.apply(self.weights, x, routing, real)
+        return experts.apply(self.weights, x, routing, real, config=self.config)
 
 
 class SparseMoE(nn.Module):
-    """Routed experts beside one shared expert behind a sigmoid gate.
+    """Routed experts, and a shared expert where the config has one.
 
     Example usage::
 
@@ -65,16 +65,24 @@ class SparseMoE(nn.Module):
         specs = sparse_moe.param_specs(self.config)
         self.weights = declare(self, specs, self.param_dtype)
         self.experts = Experts(self.config, self.param_dtype)
-        self.shared_expert = MLP(self.config.shared_expert, self.param_dtype)
+        shared, dtype = self.config.shared_expert, self.param_dtype
+        self.shared_expert = None if shared is None else MLP(shared, dtype)
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        router_input: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterAux]:
-        """Routes each real token; returns output and what the router did."""
+        """Routes each real token; returns output and what the router did.
+
+        The router sees `router_input`; None: `x`.
+        """
         return sparse_moe.apply(
             self.weights,
             x,
             context,
+            router_input=router_input,
             experts=self.experts,
             shared_expert=self.shared_expert,
             config=self.config,

@@ -12,11 +12,12 @@ from jaxtyping import Array
 
 from shared.config import DecoderConfig, resolve_remat_policy
 from shared.context import Context
-from shared.layers.decoder import STACK_AXES
-from shared.layers.decoder_layer import KEEP_SINGLE_TRIP
+from shared.layers.decoder import STACK_AXES, PerLayer
+from shared.layers.decoder_layer import KEEP_SINGLE_TRIP, pass_keys_on
 from shared.plan import Group, Run, cache_slot
 
-Carry = tuple[Array, Any]  # the residual stream and the caches of what is run
+# The residual stream, the caches of what is run, and the keys to lend, by mixer.
+Carry = tuple[Array, Any, Any]
 REST = nn.DenyList("params")  # everything a layer may own besides its parameters
 
 
@@ -35,19 +36,19 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(
-        self, carry: Carry, context: Context, indices: Mapping[str | None, Any]
+        self, carry: Carry, context: Context, told: Mapping[str | None, Any]
     ) -> tuple[Carry, dict[str | None, Any]]:
         """Runs the block; caches and results are held by the name of the run."""
-        x, caches = carry
+        x, caches, lent = carry
         new_caches, aux = {}, {}
         for run in self.group.runs:
             layer = self.layer(self.config, run.kind, name=run.name)
-            carry = x, None if caches is None else caches[run.name]
+            carry = x, None if caches is None else caches[run.name], lent
             carry, aux[run.name] = run_layers(
-                layer, self.group, run, carry, context, indices[run.name], self.config
+                layer, self.group, run, carry, context, told[run.name], self.config
             )
-            x, new_caches[run.name] = carry
-        return (x, None if caches is None else new_caches), aux
+            x, new_caches[run.name], lent = carry
+        return (x, None if caches is None else new_caches, lent), aux
 
 
 def run_group(
@@ -55,13 +56,13 @@ def run_group(
     group: Group,
     carry: Carry,
     context: Context,
-    indices: Mapping[str | None, Any],
+    told: Mapping[str | None, Any],
 ) -> tuple[Carry, dict[str | None, Any]]:
-    """Runs a block once, or scans it over its repeats."""
+    """Runs a block once, or scans it over its repeats; `told` is sliced as weights."""
     if group.repeats is None:
-        return block(carry, context, indices)
+        return block(carry, context, told)
     scan = _scan(Block.__call__, group.repeats, STACK_AXES[0], block.config)
-    return scan(block, carry, context, indices)
+    return scan(block, carry, context, told)
 
 
 def run_layers(
@@ -70,7 +71,7 @@ def run_layers(
     run: Run,
     carry: Carry,
     context: Context,
-    indices: Any,
+    told: PerLayer,
     config: DecoderConfig,
 ) -> tuple[Carry, Any]:
     """Runs equal layers by scan; a single layer in a scan of length one.
@@ -83,20 +84,27 @@ def run_layers(
     that may change; what is made on the way, such as sown values, has no stack axis.
     """
 
-    def step(
-        layer: nn.Module, carry: Carry, context: Context, index: Array
-    ) -> tuple[Carry, Any]:
-        x, cache = carry
-        slot = () if cache is None else cache_slot(group, run, index)
-        x, cache, aux = layer(x, context.at_layer(index, slot), cache)
-        return (x, cache), aux
+    def call(
+        layer: nn.Module, x: Array, cache: Any, context: Context, told: PerLayer
+    ) -> tuple[Array, Any, Any]:
+        slot = () if cache is None else cache_slot(group, run, told.layer)
+        return layer(x, context.at_layer(told.layer, slot, told.input), cache)
 
     if config.remat_policy != "none":
         policy = resolve_remat_policy(config.remat_policy)
-        step = nn.remat(step, policy=policy, prevent_cse=False)
+        call = nn.remat(call, policy=policy, prevent_cse=False)
+
+    def step(
+        layer: nn.Module, carry: Carry, context: Context, told: PerLayer
+    ) -> tuple[Carry, Any]:
+        x, cache, lent = carry
+        x, cache, aux = call(layer, x, cache, context, told)
+        lent, aux = pass_keys_on(lent, aux, run.kind)
+        return (x, cache, lent), aux
+
     if run.stacked:
         scan = _scan(step, run.length, STACK_AXES[1], config)
-        return scan(layer, carry, context, indices)
+        return scan(layer, carry, context, told)
     held = [n for n in layer.variables if n not in ("params", "intermediates")]
     changing = [name for name in held if layer.is_mutable_collection(name)]
     fixed = ["params", *(name for name in held if name not in changing)]
@@ -113,7 +121,7 @@ def run_layers(
     )
     once = nn.map_variables(once, made, _add_axis, _drop_axis, mutable=True)
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
-        carry, aux = once(layer, carry, context, indices)
+        carry, aux = once(layer, carry, context, told)
     return carry, _drop_axis(aux)
 
 

@@ -3,8 +3,8 @@
 from zoo_nnx.decoder import Decoder
 from zoo_nnx.decoder_layer import DecoderLayer
 from zoo_nnx.function import DecoderFunction, as_function
-from zoo_nnx.gated_attention import GatedAttention
 from zoo_nnx.gated_delta_net import GatedDeltaNet
+from zoo_nnx.grouped_query_attention import GroupedQueryAttention
 from zoo_nnx.mlp import MLP
 from zoo_nnx.optimizer import load_training_state, training_state
 from zoo_nnx.sparse_moe import Experts, SparseMoE
@@ -16,7 +16,7 @@ __all__ = [
     "DecoderFunction",
     "DecoderLayer",
     "Experts",
-    "GatedAttention",
+    "GroupedQueryAttention",
     "GatedDeltaNet",
     "SparseMoE",
     "as_function",

@@ -109,7 +109,8 @@ class Decoder(nnx.Module):
         )
         weights = values(self, decoder.outer_specs(config))
         embedding = decoder.embed(weights, tokens, context, config)
-        x, cache, aux = run_plan(self, config, embedding, context, cache)
+        told = decoder.per_layer(weights, tokens, embedding, context, config)
+        x, cache, aux = run_plan(self, config, embedding, context, cache, told)
         return decoder.output(weights, embedding, x, cache, aux, config, logits_at)
 
     def logical_axes(self) -> dict[str, Any]:

@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from shared.config import DecoderConfig, LayerKind
+from shared.config import (
+    AttentionConfig,
+    DecoderConfig,
+    GatedDeltaNetConfig,
+    LayerKind,
+    MLPConfig,
+    MoEConfig,
+)
 from shared.context import Context
 from shared.layers import decoder_layer
 from shared.layers.decoder_layer import LayerAux
-from shared.layers.sparse_moe import RouterAux
-from zoo_nnx.gated_attention import GatedAttention
 from zoo_nnx.gated_delta_net import GatedDeltaNet
+from zoo_nnx.grouped_query_attention import GroupedQueryAttention
 from zoo_nnx.mlp import MLP
 from zoo_nnx.parameters import child_rngs, declare, params_key, values
 from zoo_nnx.sparse_moe import SparseMoE
+
+# The module that goes with a part of the config.
+MODULES: dict[type, Callable[..., nnx.Module]] = {
+    AttentionConfig: GroupedQueryAttention,
+    GatedDeltaNetConfig: GatedDeltaNet,
+    MLPConfig: MLP,
+    MoEConfig: SparseMoE,
+}
 
 
 class DecoderLayer(nnx.Module):
@@ -39,36 +54,24 @@ class DecoderLayer(nnx.Module):
     def __init__(self, config: DecoderConfig, kind: LayerKind, *, rngs: nnx.Rngs):
         self.config, self.kind = config, kind
         key, dtype = params_key(rngs), jnp.dtype(config.param_dtype)
-        declare(self, decoder_layer.norm_specs(config), key, dtype)
-
-        mixer, feed_forward = decoder_layer.parts(config, kind)
-        own = child_rngs(key, decoder_layer.mixer_name(kind))
-        if kind.mixer == "linear_attention":
-            self.linear_attn = GatedDeltaNet(mixer, param_dtype=dtype, rngs=own)
-        else:
-            self.self_attn = GatedAttention(mixer, param_dtype=dtype, rngs=own)
-        make: Any = MLP if kind.feed_forward == "dense" else SparseMoE
-        own = child_rngs(key, "mlp")
-        self.mlp = make(feed_forward, param_dtype=dtype, rngs=own)
+        declare(self, decoder_layer.own_specs(config, kind), key, dtype)
+        for name, part in decoder_layer.modules(config, kind).items():
+            own = child_rngs(key, name)
+            setattr(self, name, MODULES[type(part)](part, param_dtype=dtype, rngs=own))
 
     def __call__(
         self, x: Float[Array, "B T D"], context: Context, cache: Any = None
     ) -> tuple[Float[Array, "B T D"], Any, LayerAux]:
         """Returns the residual stream, the cache (None for None) and `LayerAux`."""
         return decoder_layer.apply(
-            values(self, decoder_layer.norm_specs(self.config)),
+            values(self, decoder_layer.own_specs(self.config, self.kind)),
             x,
             context,
             cache,
-            mixer=getattr(self, decoder_layer.mixer_name(self.kind)),
-            feed_forward=self._feed_forward,
+            modules={
+                name: getattr(self, name)
+                for name in decoder_layer.modules(self.config, self.kind)
+            },
             config=self.config,
             kind=self.kind,
         )
-
-    def _feed_forward(
-        self, x: Array, context: Context
-    ) -> tuple[Array, RouterAux | None]:
-        if self.kind.feed_forward == "dense":
-            return self.mlp(x), None
-        return self.mlp(x, context)

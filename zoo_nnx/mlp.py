@@ -14,7 +14,7 @@ from zoo_nnx.parameters import declare, params_key, values
 
 
 class MLP(nnx.Module):
-    """down(silu(gate x) * up x).
+    """down(activation(gate x) * up x).
 
     Example usage::
 
@@ -35,4 +35,5 @@ class MLP(nnx.Module):
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Applies the layer to each token."""
-        return mlp.apply(values(self, mlp.param_specs(self.config)), x)
+        weights = values(self, mlp.param_specs(self.config))
+        return mlp.apply(weights, x, config=self.config)

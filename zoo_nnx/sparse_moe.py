@@ -1,4 +1,4 @@
-"""A mixture of experts with a shared expert, as NNX modules."""
+"""A mixture of experts, with or without a shared expert, as NNX modules."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Experts(nnx.Module):
     ) -> Float[Array, "n D"]:
         """The weighted sum of each token's experts."""
         weights = values(self, experts.param_specs(self.config))
-        return experts.apply(weights, x, routing, real)
+        return experts.apply(weights, x, routing, real, config=self.config)
 
 
 class SparseMoE(nnx.Module):
-    """Routed experts beside one shared expert behind a sigmoid gate.
+    """Routed experts, and a shared expert where the config has one.
 
     Example usage::
 
@@ -59,20 +59,26 @@ class SparseMoE(nnx.Module):
         self.experts = Experts(
             config, param_dtype=param_dtype, rngs=child_rngs(key, "experts")
         )
-        self.shared_expert = MLP(
-            config.shared_expert,
-            param_dtype=param_dtype,
-            rngs=child_rngs(key, "shared_expert"),
+        own, shared = child_rngs(key, "shared_expert"), config.shared_expert
+        self.shared_expert = (
+            None if shared is None else MLP(shared, param_dtype=param_dtype, rngs=own)
         )
 
     def __call__(
-        self, x: Float[Array, "B T D"], context: Context
+        self,
+        x: Float[Array, "B T D"],
+        context: Context,
+        router_input: Float[Array, "B T D"] | None = None,
     ) -> tuple[Float[Array, "B T D"], RouterAux]:
-        """Routes each real token; returns output and what the router did."""
+        """Routes each real token; returns output and what the router did.
+
+        The router sees `router_input`; None: `x`.
+        """
         return sparse_moe.apply(
             values(self, sparse_moe.param_specs(self.config)),
             x,
             context,
+            router_input=router_input,
             experts=self.experts,
             shared_expert=self.shared_expert,
             config=self.config,

@@ -20,8 +20,9 @@ from jaxtyping import Array
 
 from shared.config import DecoderConfig, resolve_remat_policy
 from shared.context import Context
-from shared.layers.decoder import STACK_AXES
-from shared.layers.decoder_layer import KEEP_SINGLE_TRIP
+from shared.layers import decoder
+from shared.layers.decoder import STACK_AXES, PerLayer
+from shared.layers.decoder_layer import KEEP_SINGLE_TRIP, pass_keys_on
 from shared.plan import (
     Group,
     Run,
@@ -37,7 +38,8 @@ from shared.plan import (
 
 LayerFactory = Callable[[Array, Any], nnx.Module]  # from index and kind
 RunPath = tuple[str, ...]
-Carry = tuple[Array, Any]  # the residual stream and the caches of what is run
+# The residual stream, the caches of what is run, and the keys to lend, by mixer.
+Carry = tuple[Array, Any, Any]
 States = tuple[nnx.State, nnx.State]  # parameters, and everything else
 
 
@@ -94,8 +96,17 @@ def run_plan(
     x: Array,
     context: Context,
     cache: Any,
+    told: Mapping[str, Any],
 ) -> tuple[Array, Any, dict[str, Any]]:
     """Runs the layers that `model` holds in the layout of the config's plan.
+
+    Args:
+      model: with the layers.
+      config: of the model.
+      x: the first layer's input.
+      context: of the call.
+      cache: of the layers, in the layout of the plan; None: there is none.
+      told: `PerLayer` of the runs, in the layout of the plan.
 
     Returns:
       The last layer's output; the caches and the aux of the layers, in the layout of
@@ -108,25 +119,29 @@ def run_plan(
     graphdefs, states = {}, {}
     for path, module in modules.items():
         graphdefs[path], *states[path] = nnx.split(module, nnx.Param, ...)
-    indices = {path: node_at(config.plan.indices(), path) for path in modules}
+    by_run = {path: node_at(told, path) for path in modules}
     held = None
     if cache is not None:
         held = {path: node_at(cache, path) for path in modules}
     static = tuple(sorted(graphdefs.items(), key=lambda item: item[0]))
-    (x, held), results = _run_groups(
-        static, config, states, (x, held), context, indices
+    lent = decoder.init_lent(config, x)
+    (x, held, _), results = _run_groups(
+        static, config, states, (x, held, lent), context, by_run
     )
 
     aux: dict[str, Any] = {}
     for path, (owned, run_aux) in results.items():
         nnx.update(modules[path], owned)
         insert(aux, path, run_aux)
-    if held is None:
-        return x, None, aux
-    caches: dict[str, Any] = {}
-    for path, run_cache in held.items():
-        insert(caches, path, run_cache)
-    return x, caches, aux
+    return x, None if held is None else _nested(held), aux
+
+
+def _nested(by_run: Mapping[RunPath, Any] | None) -> dict[str, Any]:
+    """What is held by the paths of runs, in the layout of the plan."""
+    tree: dict[str, Any] = {}
+    for path, node in (by_run or {}).items():
+        insert(tree, path, node)
+    return tree
 
 
 # Compiled by itself, so that a call outside `jit` traces the layers once, not every
@@ -138,21 +153,23 @@ def _run_groups(
     states: Mapping[RunPath, States],
     carry: Carry,
     context: Context,
-    indices: Mapping[RunPath, Any],
+    told: Mapping[RunPath, PerLayer],
 ) -> tuple[Carry, dict[RunPath, Any]]:
     """The groups in order; results are (owned state, aux) by path of the run."""
-    x, caches = carry
+    x, caches, lent = carry
     new_caches: dict[RunPath, Any] = {}
     results: dict[RunPath, Any] = {}
     for group in config.plan.groups:
         paths = [run_path(group, run) for run in group.runs]
-        block = _Block(dict(graphdefs), group, context, config)
-        inputs = {path: (states[path], indices[path]) for path in paths}
+        trees = [None if caches is None else _nested(c) for c in (caches, new_caches)]
+        lending = decoder.lend(config, group, context, lent, *trees)
+        block = _Block(dict(graphdefs), group, lending, config)
+        inputs = {path: (states[path], told[path]) for path in paths}
         held = None if caches is None else {path: caches[path] for path in paths}
-        (x, held), group_results = block.run((x, held), inputs)
+        (x, held, lent), group_results = block.run((x, held, lent), inputs)
         new_caches |= held or {}
         results |= group_results
-    return (x, None if caches is None else new_caches), results
+    return (x, None if caches is None else new_caches, lent), results
 
 
 class _Block:
@@ -178,8 +195,8 @@ class _Block:
             return self(carry, inputs)
         axis = self.config.param_scan_axis
         xs = {
-            path: ((_to_front(params, axis), _to_front(rest, 0)), index)
-            for path, ((params, rest), index) in inputs.items()
+            path: ((_to_front(params, axis), _to_front(rest, 0)), told)
+            for path, ((params, rest), told) in inputs.items()
         }
         carry, results = jax.lax.scan(self, carry, xs, length=self.group.repeats)
         return carry, {
@@ -190,19 +207,19 @@ class _Block:
     def __call__(
         self, carry: Carry, inputs: Mapping[RunPath, Any]
     ) -> tuple[Carry, Any]:
-        x, caches = carry
+        x, caches, lent = carry
         new_caches, results = {}, {}
         for run in self.group.runs:
             path = run_path(self.group, run)
-            states, index = inputs[path]
-            carry = x, None if caches is None else caches[path]
+            states, told = inputs[path]
+            carry = x, None if caches is None else caches[path], lent
             step = _layer_step(self.graphdefs[path], self.group, run, self.config)
             run_layers = _scan_layers if run.stacked else _single_layer
             carry, results[path] = run_layers(
-                step, states, carry, self.context, index, self.config
+                step, states, carry, self.context, told, self.config
             )
-            x, new_caches[path] = carry
-        return (x, None if caches is None else new_caches), results
+            x, new_caches[path], lent = carry
+        return (x, None if caches is None else new_caches, lent), results
 
 
 def _layer_step(
@@ -210,19 +227,36 @@ def _layer_step(
 ) -> Callable[..., Any]:
     """One layer as a pure function; weights first, as in Linen's lifted `remat`."""
 
-    def step(
-        params: nnx.State, rest: nnx.State, carry: Carry, context: Context, index: Array
-    ) -> tuple[Carry, Any]:
-        x, cache = carry
-        slot = () if cache is None else cache_slot(group, run, index)
+    def call(
+        params: nnx.State,
+        rest: nnx.State,
+        x: Array,
+        cache: Any,
+        context: Context,
+        told: PerLayer,
+    ) -> tuple[Array, Any, Any, nnx.State]:
+        slot = () if cache is None else cache_slot(group, run, told.layer)
         layer = nnx.merge(graphdef, _fresh(params), _fresh(rest))
-        x, cache, aux = layer(x, context.at_layer(index, slot), cache)
-        return (x, cache), (_owned(layer, params), aux)
+        context = context.at_layer(told.layer, slot, told.input)
+        return *layer(x, context, cache), _owned(layer, params)
 
-    if config.remat_policy == "none":
-        return step
-    policy = resolve_remat_policy(config.remat_policy)
-    return jax.checkpoint(step, policy=policy, prevent_cse=False)
+    if config.remat_policy != "none":
+        policy = resolve_remat_policy(config.remat_policy)
+        call = jax.checkpoint(call, policy=policy, prevent_cse=False)
+
+    def step(
+        params: nnx.State,
+        rest: nnx.State,
+        carry: Carry,
+        context: Context,
+        told: PerLayer,
+    ) -> tuple[Carry, Any]:
+        x, cache, lent = carry
+        x, cache, aux, owned = call(params, rest, x, cache, context, told)
+        lent, aux = pass_keys_on(lent, aux, run.kind)
+        return (x, cache, lent), (owned, aux)
+
+    return step
 
 
 def _scan_layers(
@@ -230,16 +264,16 @@ def _scan_layers(
     states: States,
     carry: Carry,
     context: Context,
-    indices: Any,
+    told: PerLayer,
     config: DecoderConfig,
 ) -> tuple[Carry, Any]:
     params, rest = _to_front(states[0], config.param_scan_axis), _to_front(states[1], 0)
 
     def body(carry, inputs):
-        params, rest, index = inputs
-        return step(params, rest, carry, context, index)
+        params, rest, own = inputs
+        return step(params, rest, carry, context, own)
 
-    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, indices))
+    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, told))
     return carry, (_add_axis_name(owned, STACK_AXES[1]), aux)
 
 
@@ -248,7 +282,7 @@ def _single_layer(
     states: States,
     carry: Carry,
     context: Context,
-    index: Array,
+    told: PerLayer,
     config: DecoderConfig,
 ) -> tuple[Carry, Any]:
     """A scan of length one that closes over the weights.
@@ -258,7 +292,7 @@ def _single_layer(
     del config
 
     def body(carry, _):
-        return step(*states, carry, context, index)
+        return step(*states, carry, context, told)
 
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
         carry, result = jax.lax.scan(body, carry, None, length=1)

@@ -172,7 +172,8 @@ def _scheme(config: DecoderConfig, source: Source, target: Target) -> Scheme:
         fused = target.fused_experts
         if fused is None:
             fused = bool(source.origin.get("fused_experts", False))
-        return hf_names.scheme(config, hf_names.tensors(config, lambda name: fused))
+        tensors = hf_names.tensors(config, lambda name: fused, _prefix(source))
+        return hf_names.scheme(config, tensors)
     raise CheckpointError(
         f"There is no format {target.format}. There are {', '.join(TARGETS)}."
     )
@@ -205,10 +206,15 @@ def _more_tensors(
     config: DecoderConfig, source: Source, tensors: Mapping[str, Leaf]
 ) -> dict[Path, Leaf]:
     """The head of a tied model, where the first source had a copy of it."""
-    names = hf_names.family(config)
     if not (config.tie_word_embeddings and source.origin.get("tied_copy")):
         return {}
-    return {(names.head,): tensors[names.embedding]}
+    prefix = _prefix(source)
+    return {(hf_names.head(prefix),): tensors[hf_names.embedding(prefix)]}
+
+
+def _prefix(source: Source) -> str:
+    """What names began with in the first source."""
+    return hf_names.check_prefix(source.origin.get("prefix", hf_names.PREFIX))
 
 
 def _tree(
@@ -404,14 +410,15 @@ def _write_safetensors(
 def _config_json(plan: Plan) -> Mapping[str, Any]:
     """The first source's config.json where it still says the same, or a new one."""
     first, style = plan.source.origin.get("config"), plan.target.hub_style
-    if first is not None:
-        own = hf_config.from_hf(first)
-        published = "rope_parameters" not in first
-        plain = {name: getattr(own, name) for name in LAYOUT}
-        if style in (None, published) and own == _comparable(plan.config, own, plain):
-            return first
-        style = published if style is None else style
-    return hf_config.to_hf(plan.config, hub_style=bool(style))
+    if first is None:
+        return hf_config.to_hf(plan.config, hub_style=bool(style))
+    own, published = hf_config.from_hf(first), hf_config.is_hub_style(first)
+    plain = {name: getattr(own, name) for name in LAYOUT}
+    if style in (None, published) and own == _comparable(plan.config, own, plain):
+        return first
+    return hf_config.rewritten(
+        first, plan.config, published if style is None else style
+    )
 
 
 def _comparable(

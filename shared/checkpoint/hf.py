@@ -73,9 +73,11 @@ def hf_leaves(
     Raises:
       CheckpointError: lists everything that does not fit.
     """
-    names = hf_names.family(config)
-    wanted = hf_names.tensors(config, reader.tensors.__contains__)
-    hf_checks.check_names(reader, config, wanted)
+    prefix = hf_names.find_prefix(reader.tensors)
+    head, embedding = hf_names.head(prefix), hf_names.embedding(prefix)
+    wanted = hf_names.tensors(config, reader.tensors.__contains__, prefix)
+    ignored = hf_names.ignored(config, (*reader.tensors, *reader.unlisted))
+    hf_checks.check_names(reader, config, wanted, ignored, head)
     source = hf_names.scheme(config, wanted)
     conversion = Conversion(source, zoo_scheme(config), units(config))
     targets = {
@@ -84,9 +86,9 @@ def hf_leaves(
     }
     param_dtype = config.param_dtype if cast else None
     dtypes = hf_checks.find_dtypes(reader, targets, param_dtype)
-    if config.tie_word_embeddings and names.head in reader.tensors:
-        hf_checks.check_tied(reader, names.head, names.embedding)
-    hf_checks.log_ignored(reader, names)
+    if config.tie_word_embeddings and head in reader.tensors:
+        hf_checks.check_tied(reader, head, embedding)
+    hf_checks.log_ignored(reader, ignored)
     hf_checks.log_dtypes(reader, config, targets, dtypes)
     tensors = {tensor.name: reader.leaf(tensor.name) for tensor in wanted}
     return conversion.leaves(tensors, dtypes)
@@ -98,6 +100,7 @@ def save_hf(
     params: Mapping[str, Any],
     *,
     fused_experts: bool = False,
+    prefix: str = hf_names.PREFIX,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
     """Writes a checkpoint that `load_hf` and the Hugging Face libraries read.
@@ -109,31 +112,39 @@ def save_hf(
       folder: new or empty.
       config: of the model.
       params: nested dicts of NumPy or JAX arrays in the layout of `config.plan`.
-      fused_experts: all experts of a layer in one tensor, or a tensor for each.
+      fused_experts: all experts of a layer in one tensor, or a tensor for each; Gemma
+        has them in one in any case.
+      prefix: what the names of the decoder begin with, of `hf_names.PREFIXES`; it is
+        another in multimodal repositories, whose config.json differs, too.
       max_shard_bytes: data in one file; a larger tensor has a file of its own.
 
     Raises:
       CheckpointError: `folder` is not empty, or `params` do not fit `config`.
     """
-    tensors = _tensors(config, params, fused_experts)
+    tensors = _tensors(config, params, fused_experts, prefix)
     with new_folder(pathlib.Path(folder).resolve()) as partial:
         write_json(partial / "config.json", hf_config.to_hf(config))
         write_folder(partial, tensors, max_shard_bytes=max_shard_bytes)
 
 
 def hf_tensors(
-    config: DecoderConfig, params: Mapping[str, Any], *, fused_experts: bool = False
+    config: DecoderConfig,
+    params: Mapping[str, Any],
+    *,
+    fused_experts: bool = False,
+    prefix: str = hf_names.PREFIX,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Name and value of each tensor that `save_hf` would write, one at a time."""
-    for name, leaf in _tensors(config, params, fused_experts).items():
+    for name, leaf in _tensors(config, params, fused_experts, prefix).items():
         yield name, read_whole(leaf, name)
 
 
 def _tensors(
-    config: DecoderConfig, params: Mapping[str, Any], fused_experts: bool
+    config: DecoderConfig, params: Mapping[str, Any], fused_experts: bool, prefix: str
 ) -> dict[str, Leaf]:
     _check_leaves(config, params)
-    tensors = hf_names.tensors(config, lambda name: fused_experts)
+    prefix = hf_names.check_prefix(prefix)
+    tensors = hf_names.tensors(config, lambda name: fused_experts, prefix)
     target = hf_names.scheme(config, tensors)
     leaves = {path_text(path): array_leaf(leaf) for path, leaf in flatten(params)}
     return Conversion(zoo_scheme(config), target, units(config)).leaves(leaves)

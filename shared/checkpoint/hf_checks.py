@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from shared.checkpoint import hf_names
-from shared.checkpoint.hf_names import Tensor
+from shared.checkpoint.hf_names import Ignored, NameTable, Tensor
 from shared.config import DecoderConfig
 from shared.params import ParamSpec
 from shared.stores import CheckpointError, safetensors
@@ -24,15 +24,32 @@ _SHOWN = 1000  # lines of one sort in an error message
 Targets = Mapping[str, tuple[ParamSpec, list[str]]]
 
 
-def check_names(reader: Reader, config: DecoderConfig, wanted: list[Tensor]) -> None:
-    """Compares all names, shapes and dtypes; reads headers only."""
-    names, have = hf_names.family(config), reader.tensors
+def check_names(
+    reader: Reader,
+    config: DecoderConfig,
+    wanted: list[Tensor],
+    ignored: Mapping[str, Ignored],
+    head: str,
+) -> None:
+    """Compares all names, shapes and dtypes; reads headers only.
+
+    Args:
+      reader: of the checkpoint.
+      config: of the model.
+      wanted: all tensors of the decoder.
+      ignored: of those there are, those that are no part of it.
+      head: name of the head.
+
+    Raises:
+      CheckpointError: lists everything that does not fit.
+    """
+    have = reader.tensors
     known = {tensor.name for tensor in wanted}
     if config.tie_word_embeddings:
-        known.add(names.head)
+        known.add(head)
     missing = [tensor for tensor in wanted if tensor.name not in have]
-    extra = [n for n in have if n not in known and not names.ignores(n)]
-    unlisted = [n for n in reader.unlisted if not names.ignores(n)]
+    extra = [name for name in have if name not in known and name not in ignored]
+    unlisted = [name for name in reader.unlisted if name not in ignored]
     floats = ", ".join(safetensors.FLOATS)
     problems = {
         "missing": [
@@ -67,7 +84,7 @@ def check_names(reader: Reader, config: DecoderConfig, wanted: list[Tensor]) -> 
             "loaded; correct config.json or the files.",
             [
                 *itertools.chain(*shown),
-                *_hints(config, names, reader, missing, extra),
+                *_hints(config, reader, missing, extra, head),
             ],
         )
 
@@ -80,21 +97,22 @@ def _shorten(sort: str, lines: list[str]) -> list[str]:
 
 def _hints(
     config: DecoderConfig,
-    names: hf_names.Family,
     reader: Reader,
     missing: list[Tensor],
     extra: list[str],
+    head: str,
 ) -> list[str]:
     hints = []
+    names: NameTable = hf_names.family(config)
     stored = [n for n in map(names.layer_of, reader.tensors) if n is not None]
     if stored and max(stored) + 1 != config.num_layers:
         hints.append(
             f"hint: config.json has num_hidden_layers={config.num_layers}, the files "
             f"have {max(stored) + 1} layers"
         )
-    if any(tensor.name == names.head for tensor in missing):
+    if any(tensor.name == head for tensor in missing):
         hints.append(
-            f"hint: without {names.head} the head is tied to the embedding, and "
+            f"hint: without {head} the head is tied to the embedding, and "
             "config.json needs tie_word_embeddings=true. It is false"
         )
     changed = {t.layer for t in missing} & set(map(names.layer_of, extra))
@@ -175,19 +193,20 @@ def check_tied(reader: Reader, head: str, embedding: str) -> None:
     logger.info("%s equals %s, to which it is tied: one leaf.", head, embedding)
 
 
-def log_ignored(reader: Reader, names: hf_names.Family) -> None:
+def log_ignored(reader: Reader, ignored: Mapping[str, Ignored]) -> None:
     """A line for each sort of tensors that are no part of the decoder."""
     everything = {**reader.unlisted, **reader.tensors}
-    for beginning, reason in names.ignored.items():
-        sizes = [i.nbytes for n, i in everything.items() if n.startswith(beginning)]
-        if sizes:
-            logger.info(
-                "Ignored %d tensors %s* of %d bytes: %s.",
-                len(sizes),
-                beginning,
-                sum(sizes),
-                reason,
-            )
+    sizes: dict[Ignored, list[int]] = {}
+    for name, why in ignored.items():
+        sizes.setdefault(why, []).append(everything[name].nbytes)
+    for (sort, reason), found in sizes.items():
+        logger.info(
+            "Ignored %d tensors %s of %d bytes: %s.",
+            len(found),
+            sort,
+            sum(found),
+            reason,
+        )
 
 
 def log_dtypes(

@@ -1,24 +1,30 @@
-"""Names and layouts of Hugging Face checkpoints: one table a family, read both ways.
+"""Names and layouts of Hugging Face checkpoints, read both ways.
 
-A row says what a tensor is called, which leaf of our tree it is, and how the two are
-oriented. V vocabulary, D model width, E experts, F feed-forward width, W convolution
-width, C convolution channels.
+What a family's tensors are called says its table in `hf_families`; here the tables
+become the tensors of a config, and where each of our parameters is in them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from shared.checkpoint import hf_families
+from shared.checkpoint.hf_families.rows import (
+    EMBEDDING,
+    HEAD,
+    PREFIX,
+    PREFIXES,
+    NameTable,
+    Row,
+)
 from shared.checkpoint.scheme import (
     AS_IS,
     CONVOLUTION,
     TRANSPOSED,
-    Layout,
     Scheme,
     Shape,
     Spot,
@@ -27,210 +33,36 @@ from shared.checkpoint.scheme import (
 )
 from shared.config import ConfigError, DecoderConfig
 
+__all__ = [
+    "AS_IS",
+    "CONVOLUTION",
+    "FAMILIES",
+    "PREFIX",
+    "PREFIXES",
+    "TRANSPOSED",
+    "Ignored",
+    "NameTable",
+    "Row",
+    "Tensor",
+    "embedding",
+    "family",
+    "find_prefix",
+    "head",
+    "ignored",
+    "join",
+    "scheme",
+    "tensors",
+]
+
+FAMILIES = {name: both.names for name, both in hf_families.FAMILIES.items()}
+
 # Leaves that stand in one tensor stand one after the other in this axis of it.
 JOIN_AXIS = -2
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One tensor, or one for each layer and expert.
-
-    Attributes:
-      tensor: its name, with {layer} and {expert} where it has them.
-      leaves: paths in the tree of a layer, or of the model for a tensor without
-        {layer}. Several stand one after the other in the tensor's last axis but one.
-      layout: the orientation.
-      sizes: the fields of config.json that its shape follows from.
-    """
-
-    tensor: str
-    leaves: tuple[str, ...]
-    layout: Layout
-    sizes: str
-
-    def name(self, layer: int | None = None, expert: int | None = None) -> str:
-        """Name of the tensor of a layer and expert."""
-        return self.tensor.format(layer=layer, expert=expert)
-
-    def part_shapes(self, leaf_shapes: Mapping[str, Shape]) -> list[Shape]:
-        """Shapes in the tensor of its leaves, whose own are `leaf_shapes`."""
-        own = [leaf_shapes[leaf] for leaf in self.leaves]
-        if "{expert}" in self.tensor:
-            own = [shape[1:] for shape in own]
-        return [self.layout.tensor_shape(shape) for shape in own]
-
-
-def _row(tensor: str, leaf: str, layout: Layout, sizes: str) -> Row:
-    return Row(tensor, (leaf,), layout, sizes)
-
-
-@dataclasses.dataclass(frozen=True)
-class Family:
-    """The tensors of a family of models.
-
-    Attributes:
-      rows: all but the routed experts.
-      experts: the routed experts, one tensor each.
-      fused_experts: the routed experts, all of a layer in one tensor.
-      head: the head's tensor; in a tied model absent, or a copy of `embedding`.
-      embedding: the embedding's tensor.
-      ignored: beginnings of names of tensors that are no part of the decoder, with
-        the reason; they are counted and reported, never read.
-    """
-
-    rows: tuple[Row, ...]
-    experts: tuple[Row, ...]
-    fused_experts: tuple[Row, ...]
-    head: str
-    embedding: str
-    ignored: Mapping[str, str]
-
-    def ignores(self, name: str) -> bool:
-        """Whether a tensor is no part of the decoder."""
-        return name.startswith(tuple(self.ignored))
-
-    def layer_of(self, name: str) -> int | None:
-        """The layer in a tensor's name, if it has one."""
-        beginning, _, _ = self.experts[0].tensor.partition("{layer}")
-        number = name.removeprefix(beginning).partition(".")[0]
-        return int(number) if name.startswith(beginning) and number.isdigit() else None
-
-
-_LAYER = "model.layers.{layer}."
-_HEADS = "num_attention_heads, num_key_value_heads, head_dim, hidden_size"
-_LINEAR = (
-    "linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, "
-    "linear_value_head_dim, hidden_size"
+# What a layer that borrows keys and values has no use for; published files have it.
+_BORROWED = tuple(
+    f"self_attn/{leaf}"
+    for leaf in ("k_proj", "v_proj", "k_proj_bias", "v_proj_bias", "k_norm")
 )
-_SHARED = "shared_expert_intermediate_size, hidden_size"
-_EXPERTS = "num_experts, moe_intermediate_size, hidden_size"
-
-_OUTER = (
-    _row("model.embed_tokens.weight", "embed_tokens", AS_IS, "vocab_size, hidden_size"),
-    _row("model.norm.weight", "norm", AS_IS, "hidden_size"),
-    _row("lm_head.weight", "lm_head", TRANSPOSED, "vocab_size, hidden_size"),
-)
-
-_NORMS = tuple(
-    _row(f"{_LAYER}{norm}.weight", norm, AS_IS, "hidden_size")
-    for norm in ("input_layernorm", "post_attention_layernorm")
-)
-
-# q_proj keeps query and gate interleaved per head, in_proj_qkvz and in_proj_ba their
-# groups by key head: the layers split them.
-_FULL_ATTENTION = (
-    *(
-        _row(f"{_LAYER}self_attn.{p}.weight", f"self_attn/{p}", TRANSPOSED, _HEADS)
-        for p in ("q_proj", "k_proj", "v_proj", "o_proj")
-    ),
-    *(
-        _row(f"{_LAYER}self_attn.{p}.bias", f"self_attn/{p}_bias", AS_IS, _HEADS)
-        for p in ("q_proj", "k_proj", "v_proj", "o_proj")
-    ),
-    *(
-        _row(f"{_LAYER}self_attn.{n}.weight", f"self_attn/{n}", AS_IS, "head_dim")
-        for n in ("q_norm", "k_norm")
-    ),
-)
-
-_LINEAR_ATTENTION = (
-    *(
-        _row(f"{_LAYER}linear_attn.{p}.weight", f"linear_attn/{p}", TRANSPOSED, _LINEAR)
-        for p in ("in_proj_qkvz", "in_proj_ba", "out_proj")
-    ),
-    _row(
-        f"{_LAYER}linear_attn.conv1d.weight",
-        "linear_attn/conv1d",
-        CONVOLUTION,
-        f"{_LINEAR}, linear_conv_kernel_dim",
-    ),
-    *(
-        _row(
-            f"{_LAYER}linear_attn.{leaf}",
-            f"linear_attn/{leaf}",
-            AS_IS,
-            "linear_num_value_heads",
-        )
-        for leaf in ("A_log", "dt_bias")
-    ),
-    _row(
-        f"{_LAYER}linear_attn.norm.weight",
-        "linear_attn/norm",
-        AS_IS,
-        "linear_value_head_dim",
-    ),
-)
-
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-_FEED_FORWARD = (
-    *(
-        _row(
-            f"{_LAYER}mlp.{p}.weight",
-            f"mlp/{p}",
-            TRANSPOSED,
-            "intermediate_size, hidden_size",
-        )
-        for p in _PROJECTIONS
-    ),
-    _row(f"{_LAYER}mlp.gate.weight", "mlp/gate", TRANSPOSED, _EXPERTS),
-    *(
-        _row(
-            f"{_LAYER}mlp.shared_expert.{p}.weight",
-            f"mlp/shared_expert/{p}",
-            TRANSPOSED,
-            _SHARED,
-        )
-        for p in _PROJECTIONS
-    ),
-    _row(
-        f"{_LAYER}mlp.shared_expert_gate.weight",
-        "mlp/shared_expert_gate",
-        TRANSPOSED,
-        "hidden_size",
-    ),
-)
-
-# [F, D], [F, D] and [D, F].
-_EACH_EXPERT = tuple(
-    _row(
-        f"{_LAYER}mlp.experts.{{expert}}.{p}.weight",
-        f"mlp/experts/{p}",
-        TRANSPOSED,
-        _EXPERTS,
-    )
-    for p in _PROJECTIONS
-)
-
-# [E, 2F, D], gate before up, and [E, D, F]; parameters, so without ".weight".
-_FUSED_EXPERTS = (
-    Row(
-        f"{_LAYER}mlp.experts.gate_up_proj",
-        ("mlp/experts/gate_proj", "mlp/experts/up_proj"),
-        TRANSPOSED,
-        _EXPERTS,
-    ),
-    _row(
-        f"{_LAYER}mlp.experts.down_proj", "mlp/experts/down_proj", TRANSPOSED, _EXPERTS
-    ),
-)
-
-_NOT_THE_DECODER = {
-    "mtp.": "multi-token prediction, a draft model for speculative decoding",
-    "model.visual.": "the vision tower of a multimodal repository",
-    "visual.": "the vision tower of a multimodal repository",
-}
-
-FAMILIES = {
-    "qwen3_next": Family(
-        rows=(*_OUTER, *_NORMS, *_FULL_ATTENTION, *_LINEAR_ATTENTION, *_FEED_FORWARD),
-        experts=_EACH_EXPERT,
-        fused_experts=_FUSED_EXPERTS,
-        head="lm_head.weight",
-        embedding="model.embed_tokens.weight",
-        ignored=_NOT_THE_DECODER,
-    ),
-}
 
 
 class Tensor(NamedTuple):
@@ -253,7 +85,14 @@ class Tensor(NamedTuple):
     expert: int | None
 
 
-def family(config: DecoderConfig) -> Family:
+class Ignored(NamedTuple):
+    """Why a tensor is no part of the decoder, and of which sort it is."""
+
+    sort: str
+    reason: str
+
+
+def family(config: DecoderConfig) -> NameTable:
     """The table for `config`.
 
     Raises:
@@ -267,13 +106,44 @@ def family(config: DecoderConfig) -> Family:
     return FAMILIES[config.family]
 
 
-def tensors(config: DecoderConfig, fused: Callable[[str], bool]) -> list[Tensor]:
+def embedding(prefix: str = PREFIX) -> str:
+    """Name of the embedding."""
+    return EMBEDDING.name(prefix=prefix)
+
+
+def head(prefix: str = PREFIX) -> str:
+    """Name of the head; in a tied model absent, or a copy of the embedding."""
+    return HEAD.name(prefix=prefix)
+
+
+def find_prefix(names: Iterable[str]) -> str:
+    """What the names of the decoder begin with in a checkpoint with these names."""
+    have = set(names)
+    found = (prefix for prefix in PREFIXES if embedding(prefix) in have)
+    return next(found, PREFIX)
+
+
+def check_prefix(prefix: str) -> str:
+    """The prefix, if there is such a one.
+
+    Raises:
+      ConfigError: there is not.
+    """
+    if prefix not in PREFIXES:
+        raise ConfigError(f"prefix must be one of {tuple(PREFIXES)}. Got {prefix!r}.")
+    return prefix
+
+
+def tensors(
+    config: DecoderConfig, fused: Callable[[str], bool], prefix: str = PREFIX
+) -> list[Tensor]:
     """Every tensor of a checkpoint of `config`, layer by layer.
 
     Args:
       config: of the model.
       fused: whether the checkpoint has a tensor of this name, of fused experts; asked
-        for each layer.
+        for each layer, where the family has both ways.
+      prefix: of `PREFIXES`.
     """
     names = family(config)
     config = config.replace(vocab_padding=0)
@@ -281,14 +151,54 @@ def tensors(config: DecoderConfig, fused: Callable[[str], bool]) -> list[Tensor]
     for unit, shape in units(config).items():
         shapes.setdefault(unit.layer, {})[unit.leaf] = shape
     rows = [row for row in names.rows if "{layer}" not in row.tensor]
-    found = _expand(_fitting(rows, shapes[None]), shapes[None], None)
+    found = _expand(_fitting(rows, shapes[None]), shapes[None], None, prefix)
     rows = [row for row in names.rows if "{layer}" in row.tensor]
     for layer in range(config.num_layers):
-        is_fused = any(fused(row.name(layer)) for row in names.fused_experts)
+        asked = (fused(row.name(layer, prefix=prefix)) for row in names.fused_experts)
+        is_fused = not names.experts or any(asked)
         experts = names.fused_experts if is_fused else names.experts
         fitting = _fitting([*rows, *experts], shapes[layer])
-        found += _expand(fitting, shapes[layer], layer)
+        found += _expand(fitting, shapes[layer], layer, prefix)
     return found
+
+
+def ignored(config: DecoderConfig, names: Iterable[str]) -> dict[str, Ignored]:
+    """Which names of tensors of a checkpoint of `config` are none of its decoder's."""
+    table, names = family(config), list(names)
+    beyond = _layers_beyond(config, table, names)
+    borrowed = _borrowed(config, table)
+    found = {}
+    for name in names:
+        beginning = next((b for b in table.ignored if name.startswith(b)), None)
+        layer = table.layer_of(name) if beyond else None
+        if beginning is not None:
+            found[name] = Ignored(f"{beginning}*", table.ignored[beginning])
+        elif layer in beyond:
+            found[name] = Ignored(f"of layer {layer}", beyond[layer])
+        elif name in borrowed:
+            reason = "their layers attend to the keys and values of another"
+            found[name] = Ignored("of keys and values", reason)
+    return found
+
+
+def _layers_beyond(
+    config: DecoderConfig, table: NameTable, names: Iterable[str]
+) -> dict[int | None, str]:
+    """Layers behind the decoder's that are none of it, and why."""
+    found: dict[int | None, str] = {}
+    for end, reason in table.ignored_layers.items():
+        layers = (table.layer_of(name) for name in names if name.endswith(end))
+        found |= {i: reason for i in layers if i is not None and i >= config.num_layers}
+    return found
+
+
+def _borrowed(config: DecoderConfig, table: NameTable) -> set[str]:
+    rows = [row for row in table.rows if row.leaves[0] in _BORROWED]
+    layers = [i for i, kind in enumerate(config.layers) if kind.borrows_keys]
+    return {
+        row.name(layer, prefix=prefix)
+        for row, layer, prefix in itertools.product(rows, layers, PREFIXES)
+    }
 
 
 def scheme(config: DecoderConfig, tensors: Iterable[Tensor]) -> Scheme:
@@ -310,13 +220,13 @@ def _fitting(rows: list[Row], leaf_shapes: Mapping[str, Shape]) -> list[Row]:
     if unnamed:
         raise ConfigError(
             f"No Hugging Face name for {', '.join(sorted(unnamed))}. "
-            f"Add rows for them in {__name__}."
+            f"Add rows for them in {hf_families.__name__}."
         )
     return fitting
 
 
 def _expand(
-    rows: list[Row], leaf_shapes: Mapping[str, Shape], layer: int | None
+    rows: list[Row], leaf_shapes: Mapping[str, Shape], layer: int | None, prefix: str
 ) -> list[Tensor]:
     found = []
     for row in rows:
@@ -325,7 +235,7 @@ def _expand(
         if "{expert}" in row.tensor:
             experts = [*range(leaf_shapes[row.leaves[0]][0])]
         for expert in experts:
-            name = row.name(layer, expert)
+            name = row.name(layer, expert, prefix)
             found.append(Tensor(name, shape, row, parts, layer, expert))
     return found
 

@@ -205,22 +205,24 @@ def _tree_format(store: Store) -> str:
 def _open_hf(folder: pathlib.Path) -> Source:
     data = read_json(folder / "config.json")
     config = hf_config.from_hf(folder)
-    names = hf_names.family(config)
     reader = Reader(folder)
-    wanted = hf_names.tensors(config, reader.tensors.__contains__)
-    hf_checks.check_names(reader, config, wanted)
-    tied_copy = config.tie_word_embeddings and names.head in reader.tensors
+    prefix = hf_names.find_prefix(reader.tensors)
+    head = hf_names.head(prefix)
+    wanted = hf_names.tensors(config, reader.tensors.__contains__, prefix)
+    ignored = hf_names.ignored(config, (*reader.tensors, *reader.unlisted))
+    hf_checks.check_names(reader, config, wanted, ignored, head)
+    tied_copy = config.tie_word_embeddings and head in reader.tensors
     if tied_copy:
-        hf_checks.check_tied(reader, names.head, names.embedding)
-    carried = [name for name in reader.tensors if names.ignores(name)]
-    unlisted = [name for name in reader.unlisted if names.ignores(name)]
+        hf_checks.check_tied(reader, head, hf_names.embedding(prefix))
+    carried = [name for name in reader.tensors if name in ignored]
+    unlisted = [name for name in reader.unlisted if name in ignored]
     lost = [n for n in carried if reader.tensors[n].dtype not in DTYPES]
-    fused = any(row.name(0) in reader.tensors for row in names.fused_experts)
-    fused = fused or any(tensor.row in names.fused_experts for tensor in wanted)
+    fused_rows = hf_names.family(config).fused_experts
     origin = {
         "format": "hf",
         "config": data,
-        "fused_experts": fused,
+        "fused_experts": any(tensor.row in fused_rows for tensor in wanted),
+        "prefix": prefix,
         "tied_copy": tied_copy,
     }
     return Source(

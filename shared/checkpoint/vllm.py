@@ -53,9 +53,10 @@ from shared.trees import flatten, path_text
 
 def _fused(tensor: str, above: str, *leaves: str) -> Row:
     paths = tuple(f"{above}/{leaf}" for leaf in leaves)
-    return Row(f"model.layers.{{layer}}.{tensor}", paths, TRANSPOSED, "")
+    return Row(f"layers.{{layer}}.{tensor}", paths, TRANSPOSED, "")
 
 
+FAMILY = "qwen3_next"
 FUSED = (
     _fused("self_attn.qkv_proj.weight", "self_attn", "q_proj", "k_proj", "v_proj"),
     _fused("mlp.gate_up_proj.weight", "mlp", "gate_proj", "up_proj"),
@@ -110,6 +111,11 @@ def _tensor(row: Row, leaf_shapes: Mapping[str, Shape], layer: int | None) -> Te
 
 
 def _check_config(config: DecoderConfig) -> None:
+    if config.family != FAMILY:
+        raise CheckpointError(
+            f"family={config.family!r}: how vLLM holds it is not known here, only "
+            f"{FAMILY!r}. Convert to Hugging Face, which vLLM reads."
+        )
     problems = [
         f"layer {layer} is {kind}: vLLM has linear and full attention there"
         for layer, kind in enumerate(config.layers)

@@ -5,6 +5,7 @@ B batch, T time, D model width, V vocabulary, L layers, E experts.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -12,18 +13,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from shared.config import DecoderConfig, LayerKind
 from shared.context import Context
-from shared.layers import decoder_layer
+from shared.layers import decoder_layer, grouped_query_attention
 from shared.layers.decoder_cache import check_cache, check_room, first_layer
+from shared.layers.grouped_query_attention import HeadKeys
+from shared.layers.linear import project
+from shared.layers.norm import norm_spec, normalize
 from shared.ops.matmul import matmul
-from shared.ops.norm import zero_centered_rms_norm
 from shared.ops.routing import load_balance_loss
 from shared.params import (
     ParamSpec,
-    constant,
     draw_tree,
     layer_key,
     map_specs,
@@ -31,7 +34,7 @@ from shared.params import (
     padded,
     shapes,
 )
-from shared.plan import insert, run_path, stack_sizes
+from shared.plan import Group, insert, node_at, run_indices, run_path, stack_sizes
 from shared.trees import flatten
 
 STACK_AXES = ("blocks", "layers")
@@ -71,7 +74,7 @@ class DecoderOutput(NamedTuple):
 
 
 def outer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
-    """The parameters outside the layers: embedding, final norm, head unless tied."""
+    """The parameters outside the layers: embeddings, final norm, head unless tied."""
     c, dense = config, normal(config.initializer_range)
     rows = c.vocab_size + c.vocab_padding
     specs = {
@@ -80,13 +83,25 @@ def outer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
             ("vocab", "embed"),
             padded(dense, 0, c.vocab_padding),
         ),
-        "norm": ParamSpec((c.hidden_size,), ("embed",), constant(0.0)),
+        "norm": norm_spec(c.hidden_size, "embed", zero_centered=c.zero_centered_norms),
     }
     if not c.tie_word_embeddings:
         specs["lm_head"] = ParamSpec(
             (c.hidden_size, rows),
             ("embed", "vocab"),
             padded(dense, 1, c.vocab_padding),
+        )
+    if c.layer_inputs is not None:
+        size = c.layer_inputs.size
+        width = c.num_layers * size
+        specs["embed_tokens_per_layer"] = ParamSpec(
+            (c.layer_inputs.vocab_size, width), ("vocab", None), dense
+        )
+        specs["per_layer_model_projection"] = ParamSpec(
+            (c.hidden_size, width), ("embed", None), dense
+        )
+        specs["per_layer_projection_norm"] = norm_spec(
+            size, None, zero_centered=c.zero_centered_norms
         )
     return specs
 
@@ -183,13 +198,137 @@ def embed(
     A token id outside the vocabulary gives NaN, not somebody else's row: negative ones
     are moved out of reach of Python's counting from the end, as are those of padding.
     """
+    scale = config.hidden_size**0.5 if config.scale_embeddings else None
+    return _rows(weights["embed_tokens"], tokens, context, config, scale)
+
+
+def _rows(
+    table: Array,
+    tokens: Array,
+    context: Context,
+    config: DecoderConfig,
+    scale: float | None,
+) -> Array:
     outside = tokens < 0
     if config.vocab_padding:
         outside |= tokens >= config.vocab_size
-    ids = jnp.where(outside, config.vocab_size + config.vocab_padding, tokens)
-    rows = jnp.take(weights["embed_tokens"], ids, axis=0, mode="fill")
+    beyond = max(table.shape[0], config.vocab_size + config.vocab_padding)
+    rows = jnp.take(table, jnp.where(outside, beyond, tokens), axis=0, mode="fill")
+    if scale is not None:  # rounded to the dtype of the table, as the reference has it
+        rows = rows * jnp.asarray(scale, rows.dtype)
     real = (context.segment_ids > 0)[..., None]
     return jnp.where(real, rows, jnp.zeros_like(rows)).astype(config.dtype)
+
+
+class PerLayer(NamedTuple):
+    """What a layer is told that others are not; stacked, what a run of them is.
+
+    Attributes:
+      layer: absolute index of the layer, int32.
+      input: [B, T, P], its part of the tokens' second embedding; None: there is none.
+    """
+
+    layer: ArrayLike
+    input: Array | None
+
+
+def per_layer(
+    weights: Mapping[str, Array],
+    tokens: Int[Array, "B T"],
+    embedding: Float[Array, "B T D"],
+    context: Context,
+    config: DecoderConfig,
+) -> dict[str, Any]:
+    """`PerLayer` of every run, in the layout of the plan, stack axes first.
+
+    Args:
+      weights: of `outer_specs`.
+      tokens: of the call.
+      embedding: the first layer's input.
+      context: padding has no input.
+      config: of the model.
+    """
+    inputs = None
+    if config.layer_inputs is not None:
+        inputs = _layer_inputs(weights, tokens, embedding, context, config)
+    tree: dict[str, Any] = {}
+    for group, run in config.plan.runs():
+        indices = run_indices(group, run)
+        own = None if inputs is None else inputs[indices]
+        insert(tree, run_path(group, run), PerLayer(indices, own))
+    return tree
+
+
+def _layer_inputs(
+    weights: Mapping[str, Array],
+    tokens: Array,
+    embedding: Array,
+    context: Context,
+    config: DecoderConfig,
+) -> Float[Array, "L B T P"]:
+    """Half from a second embedding, half from the first; each at unit scale."""
+    assert config.layer_inputs is not None
+    size = config.layer_inputs.size
+    table = weights["embed_tokens_per_layer"]
+    rows = _rows(table, tokens, context, config, size**0.5)
+    seen = project(embedding, weights, "per_layer_model_projection")
+    seen = seen * jnp.asarray(config.hidden_size**-0.5, seen.dtype)
+    shape = *tokens.shape, config.num_layers, size
+    seen = normalize(
+        seen.reshape(shape),
+        weights["per_layer_projection_norm"],
+        config.norm_eps,
+        zero_centered=config.zero_centered_norms,
+    )
+    both = (seen + rows.reshape(shape)) * jnp.asarray(2**-0.5, seen.dtype)
+    return jnp.moveaxis(both, 2, 0)
+
+
+def init_lent(config: DecoderConfig, x: Float[Array, "B T D"]) -> dict[str, HeadKeys]:
+    """Room for the keys that layers lend, by mixer; empty where none do."""
+    lent: dict[str, HeadKeys] = {}
+    for mixer, index in config.lenders.items():
+        part = decoder_layer.mixer_part(config, config.layers[index])
+        zeros = jnp.zeros((*x.shape[:2], part.num_kv_heads, part.head_dim), x.dtype)
+        lent[mixer] = HeadKeys(zeros, zeros)
+    return lent
+
+
+def lend(
+    config: DecoderConfig,
+    group: Group,
+    context: Context,
+    lent: Mapping[str, HeadKeys],
+    before: Any,
+    after: Any,
+) -> Context:
+    """The context of a group of layers, with the keys that those borrow, if any.
+
+    Args:
+      config: of the model.
+      group: of the plan.
+      context: of the call.
+      lent: what the lending layers gave; the last one of a mixer counts.
+      before: the cache before the call; None: there is none.
+      after: the same with the groups that have run.
+    """
+    mixers = {run.kind.mixer for run in group.runs if run.kind.borrows_keys}
+    if not mixers:
+        return context
+    sources = {}
+    for mixer in sorted(mixers):
+        place = config.plan.places()[config.lenders[mixer]]
+        held = (None if c is None else node_at(c, place.path) for c in (before, after))
+        old, new = held
+        sources[mixer] = grouped_query_attention.lend(
+            decoder_layer.mixer_part(config, place.kind),
+            lent[mixer],
+            context.segment_ids,
+            old,
+            new,
+            tuple(map(jnp.int32, place.slot)),
+        )
+    return dataclasses.replace(context, lent=sources)
 
 
 def create_context(
@@ -229,19 +368,29 @@ def head(
     weights: Mapping[str, Array], x: Float[Array, "B T D"], config: DecoderConfig
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"]]:
     """Final norm and logits, these in at least float32."""
-    x = zero_centered_rms_norm(x, weights["norm"], config.norm_eps)
+    zero_centered = config.zero_centered_norms
+    x = normalize(x, weights["norm"], config.norm_eps, zero_centered=zero_centered)
+    return x, _cap(_logits(weights, x, config), config.logit_softcap)
+
+
+def _cap(logits: Array, cap: float | None) -> Array:
+    if cap is None:
+        return logits
+    return jnp.asarray(cap, logits.dtype) * jnp.tanh(logits / cap)
+
+
+def _logits(weights: Mapping[str, Array], x: Array, config: DecoderConfig) -> Array:
     wide = np.promote_types(x.dtype, np.float32)
     if not config.tie_word_embeddings:
         weight = weights["lm_head"]
         if config.vocab_padding:
             weight = weight[:, : config.vocab_size]
-        return x, matmul(x, weight.astype(x.dtype), wide)
+        return matmul(x, weight.astype(x.dtype), wide)
     weight = weights["embed_tokens"]
     if config.vocab_padding:
         weight = weight[: config.vocab_size]
     weight = weight.astype(x.dtype)
-    logits = jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
-    return x, logits
+    return jnp.einsum("btd,vd->btv", x, weight, preferred_element_type=wide)
 
 
 def output(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from shared.cache import GatedDeltaNetCache, KVCache, LayerCache, take
+from shared.cache import KVCache, LayerCache, take
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder_layer
 from shared.plan import insert, layer_slots, node_at, run_path, stack_sizes
@@ -150,7 +150,7 @@ def capacity(config: DecoderConfig, cache: Cache) -> int | None:
     """How many tokens a row can hold; None where each layer holds all that it sees."""
     sizes = []
     for place in config.plan.places():
-        part, _ = decoder_layer.parts(config, place.kind)
+        part = decoder_layer.mixer_part(config, place.kind)
         held = node_at(cache, place.path)
         if isinstance(held, KVCache) and held.capacity < (part.window or math.inf):
             sizes.append(held.capacity)
@@ -361,4 +361,4 @@ def _form(leaf: Any) -> str:
 
 def is_layer_cache(cache: Any) -> bool:
     """Whether this is the cache of a layer."""
-    return isinstance(cache, (KVCache, GatedDeltaNetCache))
+    return isinstance(cache, LayerCache)

@@ -32,6 +32,8 @@ def apply(
     x: Float[Array, "n D"],
     routing: Routing,
     real: Bool[Array, " n"],
+    *,
+    config: MoEConfig,
 ) -> Float[Array, "n D"]:
     """The weighted sum of each token's experts; padding gets zeros, no work is done."""
     return expert_mlp(
@@ -42,4 +44,5 @@ def apply(
         weights["up_proj"].astype(x.dtype),
         weights["down_proj"].astype(x.dtype),
         real,
+        activation=config.activation,
     )

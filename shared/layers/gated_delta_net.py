@@ -1,8 +1,8 @@
 """Linear attention with a gated delta rule (Yang et al., arXiv:2412.06464).
 
-The layer of Qwen3-Next: short convolution over queries, keys and values, gated delta
-rule, gated norm. B batch, T time, D model width, Hk and Hv key and value heads, Dk and
-Dv their widths, W convolution width, C convolution channels.
+The layer of Qwen3-Next and Qwen3.5: short convolution over queries, keys and values,
+gated delta rule, gated norm. B batch, T time, D model width, Hk and Hv key and value
+heads, Dk and Dv their widths, W convolution width, C convolution channels.
 """
 
 from __future__ import annotations
@@ -25,13 +25,26 @@ from shared.params import ParamSpec, constant, log_uniform, normal
 
 
 def param_specs(config: GatedDeltaNetConfig) -> dict[str, ParamSpec]:
-    """The layer's parameters; the two input projections are grouped by key head."""
+    """The layer's parameters; grouped input projections are so by key head."""
     c, dense = config, normal(config.initializer_range)
-    qkvz, ba = c.conv_dim + c.value_dim, 2 * c.num_value_heads
     heads = (c.num_value_heads,)
+    if c.grouped_projections:
+        inputs = {
+            "in_proj_qkvz": c.conv_dim + c.value_dim,
+            "in_proj_ba": 2 * c.num_value_heads,
+        }
+    else:
+        inputs = {
+            "in_proj_qkv": c.conv_dim,
+            "in_proj_z": c.value_dim,
+            "in_proj_b": c.num_value_heads,
+            "in_proj_a": c.num_value_heads,
+        }
     return {
-        "in_proj_qkvz": ParamSpec((c.hidden_size, qkvz), ("embed", "heads"), dense),
-        "in_proj_ba": ParamSpec((c.hidden_size, ba), ("embed", "heads"), dense),
+        **{
+            name: ParamSpec((c.hidden_size, size), ("embed", "heads"), dense)
+            for name, size in inputs.items()
+        },
         "conv1d": ParamSpec((c.conv_width, c.conv_dim), (None, "heads"), dense),
         "A_log": ParamSpec(
             heads, ("heads",), log_uniform(0.01, 16.0), at_least_float32=True
@@ -113,6 +126,20 @@ def _project(
     weights: Mapping[str, Array], x: Array, config: GatedDeltaNetConfig
 ) -> tuple[Array, Array, Array, Array]:
     """Convolution input, output gate and the two gates of the rule, un-grouped."""
+    if config.grouped_projections:
+        return _project_grouped(weights, x, config)
+    z = project(x, weights, "in_proj_z")
+    return (
+        project(x, weights, "in_proj_qkv"),
+        z.reshape(*x.shape[:2], config.num_value_heads, config.value_head_dim),
+        project(x, weights, "in_proj_b"),
+        project(x, weights, "in_proj_a"),
+    )
+
+
+def _project_grouped(
+    weights: Mapping[str, Array], x: Array, config: GatedDeltaNetConfig
+) -> tuple[Array, Array, Array, Array]:
     c, (batch, time, _) = config, x.shape
     keys, values = c.key_head_dim, c.values_per_key * c.value_head_dim
     qkvz = project(x, weights, "in_proj_qkvz").reshape(batch, time, c.num_key_heads, -1)

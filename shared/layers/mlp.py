@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import jax
 from jaxtyping import Array, Float
 
 from shared.config import MLPConfig
 from shared.layers.linear import project
+from shared.ops.activation import activate
 from shared.params import ParamSpec, normal
 
 
@@ -27,8 +27,8 @@ def param_specs(config: MLPConfig) -> dict[str, ParamSpec]:
 
 
 def apply(
-    weights: Mapping[str, Array], x: Float[Array, "B T D"]
+    weights: Mapping[str, Array], x: Float[Array, "B T D"], *, config: MLPConfig
 ) -> Float[Array, "B T D"]:
-    """down(silu(gate x) * up x)."""
-    gate = jax.nn.silu(project(x, weights, "gate_proj"))
+    """down(activation(gate x) * up x)."""
+    gate = activate(project(x, weights, "gate_proj"), config.activation)
     return project(gate * project(x, weights, "up_proj"), weights, "down_proj")

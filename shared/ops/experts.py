@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from shared.ops.activation import activate
 from shared.ops.matmul import MOST_ROWS
 
 MAX_BLOCK_ROWS = 64
@@ -30,8 +31,10 @@ def expert_mlp(
     up_proj: Float[Array, "E D F"],
     down_proj: Float[Array, "E F D"],
     real: Bool[Array, " n"],
+    *,
+    activation: str,
 ) -> Float[Array, "n D"]:
-    """Sum over a token's experts of weight * down(silu(gate x) * up x).
+    """Sum over a token's experts of weight * down(activation(gate x) * up x).
 
     Args:
         x: Tokens.
@@ -42,6 +45,7 @@ def expert_mlp(
         up_proj: Up projections.
         down_proj: Down projections.
         real: False at padding, which is not computed: exact zeros, zero gradients.
+        activation: Its name (see `shared.ops.activation`).
     """
     tokens, choices = experts.shape
     dtype = np.promote_types(x.dtype, np.float32)
@@ -55,7 +59,7 @@ def expert_mlp(
 
     small = tokens * choices <= MOST_ROWS * gate_proj.shape[0]
     mlp = mlp_of_small_groups if small else mlp_by_matrix
-    y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes)
+    y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes, activation)
 
     y = _permute(y, place, order).reshape(tokens, choices, -1)
     y = jnp.where(real[:, None, None], y, 0)
@@ -69,15 +73,16 @@ def mlp_by_matrix(
     up_proj: Float[Array, "E D F"],
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
+    activation: str,
 ) -> Float[Array, "R D"]:
-    """down(silu(gate x) * up x * scale) for rows sorted by group, matrix by matrix."""
+    """down(activation(gate x) * up x * scale) for rows sorted by group, by matrix."""
     gate = grouped_matmul(rows, gate_proj, group_sizes).astype(scale.dtype)
     up = grouped_matmul(rows, up_proj, group_sizes).astype(scale.dtype)
-    hidden = (jax.nn.silu(gate) * up * scale).astype(rows.dtype)
+    hidden = (activate(gate, activation) * up * scale).astype(rows.dtype)
     return grouped_matmul(hidden, down_proj, group_sizes)
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
 def mlp_of_small_groups(
     rows: Float[Array, "R D"],
     scale: Float[Array, "R 1"],
@@ -85,6 +90,7 @@ def mlp_of_small_groups(
     up_proj: Float[Array, "E D F"],
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
+    activation: str,
 ) -> Float[Array, "R D"]:
     """`mlp_by_matrix` for groups of a few rows on average; on a CPU by their own form.
 
@@ -98,18 +104,20 @@ def mlp_of_small_groups(
         up_proj,
         down_proj,
         group_sizes,
-        cpu=mlp_by_group,
-        default=mlp_by_matrix,
+        cpu=functools.partial(mlp_by_group, activation=activation),
+        default=functools.partial(mlp_by_matrix, activation=activation),
     )
 
 
 def _mlp_of_small_groups_forward(*args):
-    return mlp_of_small_groups(*args), args
+    return mlp_of_small_groups(*args), args[:-1]
 
 
-def _mlp_of_small_groups_backward(args, gradient):
+def _mlp_of_small_groups_backward(activation, args, gradient):
     *inputs, group_sizes = args
-    mlp = functools.partial(mlp_by_matrix, group_sizes=group_sizes)
+    mlp = functools.partial(
+        mlp_by_matrix, group_sizes=group_sizes, activation=activation
+    )
     _, transpose = jax.vjp(mlp, *inputs)
     return *transpose(gradient), None
 
@@ -124,6 +132,7 @@ def mlp_by_group(
     up_proj: Float[Array, "E D F"],
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
+    activation: str,
 ) -> Float[Array, "R D"]:
     """`mlp_by_matrix` by a loop over the groups that have rows, and over their rows.
 
@@ -149,7 +158,8 @@ def mlp_by_group(
 
         def multiply_row(r, y):
             row, weight = rows[r], scale[r]
-            hidden = jax.nn.silu(product(row, gate)) * product(row, up) * weight
+            opened = activate(product(row, gate), activation)
+            hidden = opened * product(row, up) * weight
             out = product(hidden.astype(row.dtype), down)
             return jax.lax.dynamic_update_index_in_dim(y, out.astype(y.dtype), r, 0)
 

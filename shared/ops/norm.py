@@ -66,6 +66,11 @@ def l2_norm(x: Float[Array, "*S D"], eps: float = 1e-6) -> Float[Array, "*S D"]:
     return y.astype(x.dtype)
 
 
+def unit_rms_norm(x: Float[Array, "*S D"], eps: float) -> Float[Array, "*S D"]:
+    """Scales `x` to unit root mean square: `y = x * rsqrt(mean(x^2) + eps)`."""
+    return _normalise(x, eps).astype(x.dtype)
+
+
 def _normalise(x: Array, eps: float) -> Array:
     x = _widen(x)
     return x * lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps)

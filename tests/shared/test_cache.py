@@ -16,7 +16,7 @@ from parity import strategies
 from shared.cache import GatedDeltaNetCache, KVCache, put, take
 from shared.config import AttentionConfig, LayerKind, RopeConfig
 from shared.context import Context
-from shared.layers import gated_attention
+from shared.layers import grouped_query_attention
 from shared.ops import attention
 from shared.params import draw_tree
 from shared.presets import qwen3_next_tiny
@@ -306,7 +306,7 @@ SLIDING_CONFIG = AttentionConfig(
 
 @functools.cache
 def weights():
-    specs = gated_attention.param_specs(SLIDING_CONFIG)
+    specs = grouped_query_attention.param_specs(SLIDING_CONFIG)
     drawn = draw_tree(specs, jax.random.key(0), "float32")
     random = np.random.default_rng(0)
     norms = {k: random.normal(size=6).astype(np.float32) for k in ("q_norm", "k_norm")}
@@ -351,9 +351,11 @@ def layer_in_calls(x, lengths, cache_dtype="float32"):
     def call(weights, x, cache):
         time = cache.position[:, None] + jnp.arange(x.shape[1], dtype=jnp.int32)[None]
         context = Context.create(x.shape[:2], positions=time)
-        return gated_attention.apply(weights, x, context, cache, config=SLIDING_CONFIG)
+        return grouped_query_attention.apply(
+            weights, x, context, cache, config=SLIDING_CONFIG
+        )
 
-    cache = gated_attention.init_cache(
+    cache = grouped_query_attention.init_cache(
         SLIDING_CONFIG, x.shape[0], LENGTH, jnp.dtype(cache_dtype)
     )
     for length in lengths:
@@ -403,9 +405,9 @@ def test_token_t_sees_exactly_those_from_t_minus_3_on(way):
 
 
 def ring_of(patch, capacity):
-    original = gated_attention.init_cache
+    original = grouped_query_attention.init_cache
     patch.setattr(
-        gated_attention,
+        grouped_query_attention,
         "init_cache",
         lambda config, rows, room, dtype: original(
             dataclasses.replace(config, window=capacity), rows, room, dtype
@@ -454,9 +456,9 @@ def ring_in_order_of_places(patch):
 
 
 def ring_two_too_small(patch):
-    original = gated_attention.init_cache
+    original = grouped_query_attention.init_cache
     patch.setattr(
-        gated_attention,
+        grouped_query_attention,
         "init_cache",
         lambda config, rows, room, dtype: original(config, rows, WINDOW - 2, dtype),
     )

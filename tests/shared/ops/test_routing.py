@@ -22,13 +22,17 @@ LOGITS = hnp.arrays(
 )
 
 route_ = jax.jit(route, static_argnames=("k", "normalize"))
-router_stats_ = jax.jit(router_stats, static_argnames="k")
+
+
+@functools.partial(jax.jit, static_argnames="k")
+def router_stats_(logits, real, k):
+    return router_stats(logits, route(logits, k, normalize=True).experts, real)
 
 
 @functools.partial(jax.jit, static_argnames="k")
 @jax.value_and_grad
 def loss_(logits, real, k):
-    return load_balance_loss(router_stats(logits, k, real))
+    return load_balance_loss(router_stats_(logits, real, k))
 
 
 @hypothesis.given(LOGITS, st.booleans())
@@ -113,9 +117,7 @@ def layers(seed):
 
 
 def stacked(logits, real):
-    each = [
-        router_stats_(x, k=CHOICES, real=r) for x, r in zip(logits, real, strict=True)
-    ]
+    each = [router_stats_(x, r, k=CHOICES) for x, r in zip(logits, real, strict=True)]
     return RouterStats(*(jnp.stack(leaves) for leaves in zip(*each, strict=True)))
 
 
@@ -178,3 +180,134 @@ def test_gradient_of_the_loss_matches_finite_differences():
         rise = reference.load_balance_loss([logits + shift], [real], CHOICES)
         rise -= reference.load_balance_loss([logits - shift], [real], CHOICES)
         np.testing.assert_allclose(slopes[n, e], rise / (2 * step), atol=1e-8)
+
+
+# --- sigmoid scores, correction bias, groups of experts, scales ----------------------
+
+GROUPS, GROUP_SIZE, KEPT, FACTOR = 4, 3, 2, 2.5
+BIAS = np.float32([0.4, -0.3, 0, 0.2, 0, 0, -0.6, 0, 0.1, 0.5, 0, -0.2])
+
+
+@functools.partial(jax.jit, static_argnames=("k", "normalize"))
+def route_by_groups(logits, bias, k=CHOICES, normalize=True):
+    return route(
+        logits,
+        k,
+        normalize=normalize,
+        scores="sigmoid",
+        correction_bias=bias,
+        num_groups=GROUPS,
+        groups_per_token=KEPT,
+        scaling_factor=FACTOR,
+    )
+
+
+def draw_logits(seed, tokens=40):
+    shape = tokens, GROUPS * GROUP_SIZE
+    return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.integers(0, 2**32 - 1), st.floats(0, 3, width=32))
+def test_routing_by_groups_matches_the_loop(seed, strength):
+    logits, bias = draw_logits(seed), BIAS * np.float32(strength)
+    expected = reference.route_by_groups(logits, CHOICES, bias, GROUPS, KEPT, FACTOR)
+    with jax.enable_x64(True):
+        routing = route_by_groups(np.float64(logits), bias)
+    np.testing.assert_array_equal(routing.experts, expected[0])
+    np.testing.assert_allclose(routing.weights, expected[1], rtol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_routing_by_groups_is_in_float32(dtype):
+    logits = jnp.asarray(draw_logits(0), dtype)
+    routing = route_by_groups(logits, jnp.asarray(BIAS))
+    expected = reference.route_by_groups(
+        np.float64(logits), CHOICES, BIAS, GROUPS, KEPT, FACTOR
+    )
+    assert routing.weights.dtype == jnp.float32
+    np.testing.assert_array_equal(routing.experts, expected[0])
+    np.testing.assert_allclose(routing.weights, expected[1], rtol=1e-6)
+
+
+def test_ties_of_groups_and_experts_go_to_the_lowest_index():
+    routing = route_by_groups(np.zeros((1, 12), np.float32), np.zeros(12, np.float32))
+    np.testing.assert_array_equal(routing.experts, [[0, 1, 2]])
+    # Group 3 has the best two, groups 1 and 2 have equal sums.
+    logits = np.float32([[0, 0, 0, 1, -1, 2, 2, -1, 1, 2, 2, -9]])
+    routing = route_by_groups(logits, np.zeros(12, np.float32), k=4)
+    np.testing.assert_array_equal(routing.experts, [[5, 9, 10, 3]])
+
+
+def test_a_group_is_judged_by_two_and_not_by_its_best():
+    logits = np.full((1, 12), -4, np.float32)
+    logits[0, [0, 3, 4, 6, 7]] = [5, 1, 1, 2, 2]  # sigmoids: .99; .73 twice; .88 twice
+    routing = route_by_groups(logits, np.zeros(12, np.float32))
+    assert set(np.asarray(routing.experts)[0]) == {6, 7, 3}
+
+
+def test_the_bias_chooses_but_does_not_weigh_and_has_no_gradient():
+    logits = np.zeros((1, 12), np.float32)
+    bias = np.zeros(12, np.float32)
+    bias[[7, 10, 8]] = 3, 2, 1
+    routing = route_by_groups(logits, bias, normalize=False)
+    np.testing.assert_array_equal(routing.experts, [[7, 10, 8]])
+    np.testing.assert_array_equal(routing.weights, np.full((1, 3), FACTOR / 2))
+
+    total = lambda logits, bias: jnp.sum(route_by_groups(logits, bias).weights ** 2)
+    to_logits, to_bias = jax.jit(jax.grad(total, argnums=(0, 1)))(draw_logits(1), BIAS)
+    assert np.any(to_logits) and not np.any(to_bias)
+
+
+def test_gradients_of_weights_by_groups_match_finite_differences():
+    logits = np.float64(draw_logits(2, tokens=3))
+    mix = np.random.default_rng(3).normal(size=(3, CHOICES))
+    with jax.enable_x64(True):
+        loss = lambda x: jnp.sum(route_by_groups(x, BIAS).weights * mix)
+        slopes = np.asarray(jax.jit(jax.grad(loss))(logits))
+    step = 1e-6
+    for n, e in np.ndindex(*logits.shape):
+        shift = np.zeros(logits.shape)
+        shift[n, e] = step
+        low, high = (
+            reference.route_by_groups(x, CHOICES, BIAS, GROUPS, KEPT, FACTOR)[1]
+            for x in (logits - shift, logits + shift)
+        )
+        rise = np.sum((high - low) * mix) / (2 * step)
+        np.testing.assert_allclose(slopes[n, e], rise, atol=1e-8)
+
+
+def test_sigmoids_that_are_all_zero_are_not_divided_by_zero():
+    logits = np.full((1, 12), -200, np.float32)
+    routing = route_by_groups(logits, np.zeros(12, np.float32))
+    np.testing.assert_array_equal(routing.weights, np.zeros((1, 3), np.float32))
+
+
+@hypothesis.settings(max_examples=20)
+@hypothesis.given(st.integers(0, 2**32 - 1))
+def test_each_experts_own_scale_multiplies_what_is_normalised(seed):
+    logits = draw_logits(seed)
+    scale = np.random.default_rng(seed).uniform(0.2, 3, 12).astype(np.float32)
+    routing = route_scaled(logits, scale)
+    experts, weights = reference.route_scaled(logits, CHOICES, scale)
+    np.testing.assert_array_equal(routing.experts, experts)
+    np.testing.assert_allclose(routing.weights, weights, rtol=2e-6)
+
+
+@jax.jit
+def route_scaled(logits, scale):
+    return route(logits, CHOICES, normalize=True, per_expert_scale=scale)
+
+
+def test_stats_of_sigmoids_count_who_was_chosen_and_sum_to_one_a_token():
+    logits, real = draw_logits(4), np.random.default_rng(4).random(40) < 0.6
+    experts, _ = reference.route_by_groups(logits, CHOICES, BIAS, GROUPS, KEPT, FACTOR)
+    stats = jax.jit(functools.partial(router_stats, scores="sigmoid"))(
+        logits, np.int32(experts), real
+    )
+    np.testing.assert_array_equal(stats.tokens, real.sum())
+    np.testing.assert_array_equal(
+        stats.counts, np.bincount(experts[real].ravel(), minlength=12)
+    )
+    shares = [score / score.sum() for score in reference.sigmoid(logits)[real]]
+    np.testing.assert_allclose(stats.probabilities, np.sum(shares, 0), rtol=1e-6)
