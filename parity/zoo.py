@@ -14,12 +14,11 @@ import shared
 from parity import decoders, decoding, oracle
 from parity.decoders import Pair
 from parity.reporting.report import Report, Tier
-from shared.checkpoint import hf_checks, hf_names
 from shared.checkpoint.native import PARAMS
 from shared.checkpoint.scheme import check_tensors, zoo_scheme
+from shared.checkpoint.source import open_source
 from shared.stores import path_text
 from shared.stores.orbax import is_orbax
-from shared.stores.safetensors import Reader
 from shared.trees import flatten
 
 _progress = logging.getLogger("parity.tiers")
@@ -245,7 +244,9 @@ def load(
 
 
 def check_names(folder: pathlib.Path) -> None:
-    """Compares names and shapes of a checkpoint with its config; reads headers only.
+    """Compares names and shapes of a checkpoint with its config.
+
+    Nothing but headers is read, and a tied head beside its embedding.
 
     Args:
       folder: as for `load`.
@@ -254,9 +255,7 @@ def check_names(folder: pathlib.Path) -> None:
       CheckpointError: lists everything that does not fit.
     """
     if _is_hugging_face(folder):
-        config, reader = shared.DecoderConfig.from_hf(folder), Reader(folder)
-        wanted = hf_names.tensors(config, reader.tensors.__contains__)
-        hf_checks.check_names(reader, config, wanted)
+        open_source(folder, format="hf")
         return
     store, manifest = shared.checkpoint.open_checkpoint(folder)
     params = store.under(PARAMS).leaves

@@ -11,6 +11,7 @@ import functools
 from shared.config import (
     AttentionConfig,
     DecoderConfig,
+    FeedForward,
     GatedDeltaNetConfig,
     MLPConfig,
     MoEConfig,
@@ -31,7 +32,7 @@ def _published(
     tie_word_embeddings: bool = False,
 ) -> DecoderConfig:
     """What all published sizes have in common."""
-    feed_forward = "dense" if moe is None else "moe"
+    feed_forward: FeedForward = "dense" if moe is None else "moe"
     return DecoderConfig(
         family="qwen3_5_text" if moe is None else "qwen3_5_moe_text",
         vocab_size=248320,
