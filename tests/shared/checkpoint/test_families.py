@@ -8,6 +8,7 @@ import json
 import logging
 import re
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -115,7 +116,7 @@ def test_scanned_layers_are_the_unscanned_ones_stacked(variant):
     _, flat = load_hf(GOLDENS / variant, scan_layers=False)
     for axis in (0, 1):
         config, params = load_hf(GOLDENS / variant, param_scan_axis=axis)
-        layers = config.plan.unstack(params, axis)
+        layers = config.plan.unstack(jax.tree.map(np.asarray, params), axis)
         for index, layer in enumerate(layers):
             expected = dict(flatten(flat[f"layers_{index}"]))
             assert dict(flatten(layer)).keys() == expected.keys()
