@@ -255,7 +255,13 @@ def check_names(folder: pathlib.Path) -> None:
       CheckpointError: lists everything that does not fit.
     """
     if _is_hugging_face(folder):
-        open_source(folder, format="hf")
+        if any(folder.glob("*.safetensors*")):
+            open_source(folder, format="hf")
+        else:
+            _progress.warning(
+                "%s has no weights: what is checked is the model of its config.json.",
+                folder,
+            )
         return
     store, manifest = shared.checkpoint.open_checkpoint(folder)
     params = store.under(PARAMS).leaves
