@@ -5,6 +5,7 @@ Exit status 0: proved, or done; 1: not equal; 2: bad input; 3: a fault of our ow
 
 from __future__ import annotations
 
+import collections
 import importlib.metadata
 import logging
 import sys
@@ -65,6 +66,7 @@ BAD_INPUT = (
     flags.Error,
     OSError,
 )
+SHOWN = 20  # lines of one sort in an error message
 WIDTH = 120  # of tables that go to a file or a pipe
 
 
@@ -103,10 +105,29 @@ def main(argv: Sequence[str], console: rich.console.Console | None = None) -> in
         options = {flag: values[flag].value for flag in values}
         return command.run(arguments, options, out)
     except BAD_INPUT as error:
-        err.print(
-            f"parity {name}: {error}", markup=False, highlight=False, soft_wrap=True
-        )
+        text = f"parity {name}: {_message(error)}"
+        err.print(text, markup=False, highlight=False, soft_wrap=True)
         return 2
+
+
+def _message(error: Exception) -> str:
+    """An error as it is, but for long lists of what is wrong: some of each sort."""
+    if not isinstance(error, shared.checkpoint.CheckpointError):
+        return str(error)
+    summary = str(error).removesuffix("\n  ".join(["", *error.problems]))
+    seen: collections.Counter[str] = collections.Counter()
+    shown: list[str] = []
+    hints: list[str] = []
+    for line in error.problems:
+        sort = line.partition(":")[0]
+        seen[sort] += 1
+        if sort == "hint":
+            hints.append(line)
+        elif seen[sort] <= SHOWN and len(shown) < 3 * SHOWN:
+            shown.append(line)
+    more = len(error.problems) - len(shown) - len(hints)
+    shown += [f"and {more:,} more"] if more else []
+    return "\n  ".join([summary, *shown, *hints])
 
 
 def run() -> None:

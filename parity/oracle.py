@@ -31,6 +31,7 @@ import shared
 from parity.decoders import Apply
 from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference
+from shared.checkpoint import hf_names
 
 # float32 against float32 of another framework. The delta rule amplifies rounding: the
 # reference itself is 1e-4 from float64 on these models (3e-3 at the worst), and padding
@@ -228,7 +229,8 @@ def _loss(inputs: _Inputs) -> Iterator[Match]:
         output = _run_padded(inputs, "rightpad")
     labels = jnp.asarray(keys[f"{section}/labels"])
     loss = shared.decoder_loss(output, labels, inputs.config, segment_ids)
-    parts = {"ce": loss.cross_entropy, "total": loss.total, "aux": loss.router}
+    total = loss.total if _adds_router_loss(inputs.golden) else loss.cross_entropy
+    parts = {"ce": loss.cross_entropy, "total": total, "aux": loss.router}
     for part, value in parts.items():
         key = f"{section}/{part}"
         if key in keys:
@@ -247,23 +249,33 @@ def compare_gradients(
 ) -> Iterator[Match]:
     """Norm and signature of the gradient of loss/total, tensor by tensor."""
     labels = jnp.asarray(golden["loss/labels"])
+    adds_router_loss = _adds_router_loss(golden)
 
     def total(params: Mapping[str, Any]) -> Array:
         output = apply(params, golden["loss/input_ids"])
-        return shared.decoder_loss(output, labels, config).total
+        loss = shared.decoder_loss(output, labels, config)
+        return loss.total if adds_router_loss else loss.cross_entropy
 
     with jax.default_matmul_precision("highest"):
         gradients = jax.jit(jax.grad(total))(params)
-    mine = _Keys(shared.checkpoint.hf_tensors(config, gradients))
     names = [str(name) for name in golden["grad/names"]]
+    prefix, ignored = hf_names.find_prefix(names), hf_names.ignored(config, names)
+    mine = _Keys(shared.checkpoint.hf_tensors(config, gradients, prefix=prefix))
     for name, norm, projection in zip(
         names, golden["grad/norm"], golden["grad/proj"], strict=True
     ):
+        if name in ignored:  # of what is no part of the decoder
+            continue
         tensor = np.asarray(mine[name], np.float64).ravel()
         signature = np.sum(tensor * np.cos(np.arange(tensor.size)))
         size = float(np.linalg.norm(tensor))
         yield _relative(f"grad/norm/{name}", size, norm, norm)
         yield _relative(f"grad/proj/{name}", float(signature), projection, norm)
+
+
+def _adds_router_loss(golden: Mapping[str, np.ndarray]) -> bool:
+    """A multimodal class of the reference leaves it out of the total."""
+    return "loss/aux" in golden
 
 
 def _gradient(inputs: _Inputs) -> Iterator[Match]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import pathlib
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,9 +14,14 @@ import shared
 from parity import decoders, decoding, oracle
 from parity.decoders import Pair
 from parity.reporting.report import Report, Tier
+from shared.checkpoint.native import PARAMS
+from shared.checkpoint.scheme import check_tensors, zoo_scheme
+from shared.checkpoint.source import open_source
+from shared.stores import path_text
 from shared.stores.orbax import is_orbax
 from shared.trees import flatten
 
+_progress = logging.getLogger("parity.tiers")
 TIERS = ("tree", "init", "program", "bits", "decode", "oracle")
 WEIGHTLESS = {"tree", "program"}
 MOST_BYTES = 4 * 2**30  # of parameters, for the tiers that hold both models
@@ -63,15 +69,20 @@ def check_target(
         _check_size(target, config)
     of_pair = [tier for tier in chosen if tier in ("bits", "decode", "oracle")]
     params: Mapping[str, Any] | None = None
+    # First: what is wrong with a checkpoint is said before anything compiles.
     if folder is not None and of_pair:
-        # First: what is wrong with a checkpoint is said before anything compiles.
+        _progress.info("reading %s", folder)
         config, params = load(folder, **layout)
+    elif folder is not None:
+        check_names(folder)
 
     results: list[Tier] = []
     pair = decoders.abstract_pair(config)
     if "tree" in chosen:
+        _progress.info("tier tree")
         results.append(decoders.check_tree(pair))
     if "init" in chosen:
+        _progress.info("tier init: first values from both")
         tier, values = decoders.check_init_of(config, seed)
         results.append(tier)
         params = values if params is None else params
@@ -85,6 +96,7 @@ def check_target(
         pair = decoders.make_pair(config, params)
     sides = decoders.make_sides(pair)
     if "program" in chosen:
+        _progress.info("tier program: tracing and lowering")
         results.append(decoders.check_program(pair, platforms, sides))
     if of_pair:
         results += check_pair(
@@ -128,6 +140,7 @@ def check_pair(
     if "program" in tiers:
         results.append(decoders.check_program(pair, sides=sides))
     if "bits" in tiers:
+        _progress.info("tier bits: compiling and running both")
         if examples is None:
             examples = decoders.draw_examples(pair.config, seed)
         if not isinstance(examples, decoders.Drawn):
@@ -135,10 +148,12 @@ def check_pair(
             compiled = examples[-1].tokens.shape == (decoders.ROWS, decoders.LENGTH)
         results.append(decoders.check_bits(pair, examples, sides))
     if "decode" in tiers:
+        _progress.info("tier decode: compiling and running both")
         # Where the bits tier has compiled a function for this shape, it serves again.
         plain = sides[0].run if compiled else None
         results.append(decoding.check_decode(pair, seed, sides, plain))
     if "oracle" in tiers:
+        _progress.info("tier oracle: compiling and running")
         assert golden is not None
         apply = sides[0].apply
         results.append(
@@ -226,6 +241,26 @@ def load(
     if _is_hugging_face(folder):
         return shared.checkpoint.load_hf(folder, **layout)
     return shared.checkpoint.load(folder, **layout)
+
+
+def check_names(folder: pathlib.Path) -> None:
+    """Compares names and shapes of a checkpoint with its config.
+
+    Nothing but headers is read, and a tied head beside its embedding.
+
+    Args:
+      folder: as for `load`.
+
+    Raises:
+      CheckpointError: lists everything that does not fit.
+    """
+    if _is_hugging_face(folder):
+        open_source(folder, format="hf")
+        return
+    store, manifest = shared.checkpoint.open_checkpoint(folder)
+    params = store.under(PARAMS).leaves
+    shapes = {path_text(path): leaf.shape for path, leaf in params.items()}
+    check_tensors(shapes, zoo_scheme(manifest.decoder_config()))
 
 
 def _is_hugging_face(folder: pathlib.Path) -> bool:

@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
+import pytest
 
 import shared
 from parity import oracle
 from shared import generation
 from shared.cache import BorrowedCache, GatedDeltaNetCache, KVCache
-from tests.golden_models import every_model, frontend, golden, load
+from tests.golden_models import FRONTENDS, every_layout, frontend, golden, load
 
 WIDTH, STEPS, MAX_LENGTH = 64, 12, 80
 
@@ -68,7 +69,8 @@ def padded(rows: list[Row]) -> tuple[np.ndarray, np.ndarray]:
     return tokens, segment_ids
 
 
-@every_model
+@pytest.mark.parametrize("name", FRONTENDS)
+@every_layout
 def test_caches_step_logits_and_ids_are_the_references(case, scan_layers, name):
     config, params = load(case, scan_layers)
     model, rows = frontend(case, scan_layers, name), rows_of(case)

@@ -3,6 +3,8 @@
 import pathlib
 import re
 import shutil
+import subprocess
+import sys
 
 import numpy as np
 
@@ -34,7 +36,7 @@ def test_the_examples_of_decoding_do_what_the_text_says(capsys):
 
 
 def test_the_examples_of_checkpoints_do_what_the_text_says():
-    names = run("checkpoints.md", 3)
+    names = run("checkpoints.md", 5)
     try:
         assert names["flat_config"].scan_layers is False
         assert sorted(names["flat"])[:3] == ["embed_tokens", "layers_0", "layers_1"]
@@ -43,5 +45,26 @@ def test_the_examples_of_checkpoints_do_what_the_text_says():
         )
         assert list(names["steps"]) == [1, 2]
         assert int(names["state"]["step"]) == 2
+        # What Linen saved went into NNX and came back to Linen.
+        for path, leaf in shared.trees.flatten(names["params"]):
+            for node in (names["linen"].params, names["own"]["params"]):
+                for key in path:
+                    node = node[key]
+                np.testing.assert_array_equal(node, leaf)
+        _, again = shared.checkpoint.load_hf(names["place"] / "hf")
+        np.testing.assert_array_equal(again["norm"], names["params"]["norm"])
+        assert len(names["digests"]) == len(names["plan"].leaves)
     finally:
         shutil.rmtree(names["place"])
+
+
+def test_names_in_checkpoints_md_are_there_after_importing_shared():
+    table = (DOCS / "checkpoints.md").read_text().partition("## For code")[2]
+    cells = re.findall(r"^\| (`shared.*?) \|", table, re.MULTILINE)
+    names = re.findall(r"`(shared[\w.]+)`", " ".join(cells))
+    assert "shared.checkpoint.source.open_source" in names
+    program = "\n".join(["import shared", *names])
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=DOCS.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr

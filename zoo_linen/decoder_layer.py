@@ -13,6 +13,7 @@ from shared.config import (
     AttentionConfig,
     DecoderConfig,
     GatedDeltaNetConfig,
+    LatentAttentionConfig,
     LayerKind,
     MLPConfig,
     MoEConfig,
@@ -22,6 +23,7 @@ from shared.layers import decoder_layer
 from shared.layers.decoder_layer import LayerAux
 from zoo_linen.gated_delta_net import GatedDeltaNet
 from zoo_linen.grouped_query_attention import GroupedQueryAttention
+from zoo_linen.latent_attention import LatentAttention
 from zoo_linen.mlp import MLP
 from zoo_linen.parameters import declare
 from zoo_linen.sparse_moe import SparseMoE
@@ -29,6 +31,7 @@ from zoo_linen.sparse_moe import SparseMoE
 # The module that goes with a part of the config.
 MODULES: dict[type, Callable[..., nn.Module]] = {
     AttentionConfig: GroupedQueryAttention,
+    LatentAttentionConfig: LatentAttention,
     GatedDeltaNetConfig: GatedDeltaNet,
     MLPConfig: MLP,
     MoEConfig: SparseMoE,

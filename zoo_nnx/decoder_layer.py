@@ -13,6 +13,7 @@ from shared.config import (
     AttentionConfig,
     DecoderConfig,
     GatedDeltaNetConfig,
+    LatentAttentionConfig,
     LayerKind,
     MLPConfig,
     MoEConfig,
@@ -22,6 +23,7 @@ from shared.layers import decoder_layer
 from shared.layers.decoder_layer import LayerAux
 from zoo_nnx.gated_delta_net import GatedDeltaNet
 from zoo_nnx.grouped_query_attention import GroupedQueryAttention
+from zoo_nnx.latent_attention import LatentAttention
 from zoo_nnx.mlp import MLP
 from zoo_nnx.parameters import child_rngs, declare, params_key, values
 from zoo_nnx.sparse_moe import SparseMoE
@@ -29,6 +31,7 @@ from zoo_nnx.sparse_moe import SparseMoE
 # The module that goes with a part of the config.
 MODULES: dict[type, Callable[..., nnx.Module]] = {
     AttentionConfig: GroupedQueryAttention,
+    LatentAttentionConfig: LatentAttention,
     GatedDeltaNetConfig: GatedDeltaNet,
     MLPConfig: MLP,
     MoEConfig: SparseMoE,

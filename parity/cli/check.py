@@ -14,8 +14,10 @@ Exit status 0: proved; 1: something differs; 2: bad input; 3: a fault of our own
 from __future__ import annotations
 
 import datetime
+import logging
 import pathlib
 import shlex
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -119,9 +121,11 @@ def run(
     if options["baseline"] is not None:
         accepted = baseline.read(options["baseline"])
     is_pair = any(options[name] is not None for name in factories.PAIR)
-    with console.status("checking: tracing and compiling take most of the time"):
-        check = _check_pair if is_pair else _check_target
-        report = check(arguments, options)
+    # It takes a minute or more: a person who waits sees a line a tier.
+    level = logging.INFO if sys.stderr.isatty() else logging.WARNING
+    logging.getLogger("parity.tiers").setLevel(level)
+    check = _check_pair if is_pair else _check_target
+    report = check(arguments, options)
     report = gate.apply(report, options["fail_on"])
     if accepted:
         report = baseline.apply(report, accepted, datetime.date.today())

@@ -57,7 +57,11 @@ def define_flags(values: flags.FlagValues) -> None:
     def switch(name: str, text: str) -> None:
         flags.DEFINE_bool(name, None, text, flag_values=values)
 
-    choice("to", TARGETS, "Format of the destination. Default: zoo; from zoo, hf.")
+    choice(
+        "to",
+        TARGETS,
+        "Format of the destination. Default: zoo; of a checkpoint of ours, hf.",
+    )
     choice("from", FORMATS, "Format of the source, where it is not found out.")
     flags.DEFINE_string(
         "config",

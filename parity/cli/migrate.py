@@ -20,6 +20,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,10 +30,12 @@ from absl import flags
 
 from parity.cli import UsageError, check_files, define_step, factories, say
 from parity.cli.progress import progress
+from parity.mapping.leaves import natural
 from parity.mapping.rules import Rules
 from parity.migration.plans import CHOICES, Plan, plan
 from parity.migration.proving import prove
 from parity.reporting.report import Report
+from parity.trees import Difference
 from shared.stores import path_text
 
 _SHOWN = 50
@@ -121,6 +124,7 @@ def run(
     if planned.ok and options["check"]:
         report = _prove(planned, target if options["write"] else None, options)
         report.print(console)
+        console.print(report.verdict, style="bold")
         result["check"] = json.loads(report.to_json())
     ok = planned.ok and (report is None or report.ok)
     result["ok"] = ok
@@ -128,7 +132,11 @@ def run(
         text = json.dumps(result, indent=2) + "\n"
         pathlib.Path(options["json"]).write_text(text, encoding="utf-8")
     if not planned.ok:
+        if any(d.what in ("missing", "ambiguous") for d in planned.differences):
+            say(console, _suggest(options))
         say(console, f"NOT POSSIBLE: {len(planned.differences):,} differences, above")
+    elif options["write"] and not ok:
+        say(console, f"the check failed; {target} was written and stays")
     elif not options["write"]:
         say(console, "nothing was written: --write writes it")
     return 0 if ok else 1
@@ -142,6 +150,13 @@ def _plan(source: str, options: Mapping[str, Any]) -> Plan:
         name: None if options[name] is None else factories.make(name, options[name])
         for name in ("linen", "inputs", "calls")
     }
+    if made["linen"] is not None and made["inputs"] is None:
+        if not isinstance(made["linen"], tuple):
+            raise UsageError(
+                f"--linen={options['linen']} needs --inputs=pkg.mod:name, what the "
+                "module is called with: an array, a jax.ShapeDtypeStruct, or a tuple "
+                "of these; or let --linen be a function that gives (module, variables)."
+            )
     nnx = None if options["nnx"] is None else factories.load("nnx", options["nnx"])
     planned = plan(
         source,
@@ -173,11 +188,28 @@ def _print(console: rich.console.Console, planned: Plan, every: bool) -> None:
     if not every and len(planned.layout_changes) > _SHOWN:
         more = len(planned.layout_changes) - _SHOWN
         say(console, f"  and {more:,} more changes of layout: --list prints them")
-    for difference in planned.differences[:_SHOWN]:
-        say(console, str(difference))
-    if len(planned.differences) > _SHOWN:
-        more = len(planned.differences) - _SHOWN
-        say(console, f"and {more:,} more differences: --json has all")
+    families = _families(planned.differences)
+    for *others, last in families[:_SHOWN]:
+        so = f"; and so {len(others):,} more, from {others[0].path}" if others else ""
+        say(console, f"{last}{so}")
+    if len(families) > _SHOWN:
+        rest = sum(map(len, families[_SHOWN:]))
+        say(console, f"and {rest:,} more differences: --json has all")
+
+
+def _families(differences: Sequence[Difference]) -> list[list[Difference]]:
+    """Differences that are the same but for numbers stand together."""
+    found: dict[str, list[Difference]] = {}
+    for difference in differences:
+        key = re.sub(r"\d+", "#", str(difference))
+        found.setdefault(key, []).append(difference)
+    by_number = lambda difference: natural(difference.path)
+    return [sorted(family, key=by_number) for family in found.values()]
+
+
+def _suggest(options: Mapping[str, Any]) -> str:
+    given = [f"--{name}={options[name] or 'pkg.mod:name'}" for name in factories.PAIR]
+    return f"`parity suggest {' '.join(given)}` drafts a rule file"
 
 
 def _write(planned: Plan, target: str) -> Any:

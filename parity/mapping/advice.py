@@ -1,11 +1,13 @@
-"""What to say of leaves that do not correspond: near ones, and the rule to write."""
+"""What to say of leaves that do not correspond, and the rule to write."""
 
 from __future__ import annotations
 
+import collections
 import difflib
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from parity.mapping.known import ONLY_IN_LINEN
 from parity.mapping.layout import Shape
@@ -18,19 +20,50 @@ def facts(leaves: Sequence[Leaf]) -> str:
     return ", ".join(f"{leaf.text} {leaf.shape} {leaf.dtype}" for leaf in leaves)
 
 
-def near(leaf: Leaf, others: Sequence[Leaf]) -> list[Leaf]:
-    """Up to three leaves it may be: of equal shape first, then by name."""
+class Likely(NamedTuple):
+    """Leaves that are left on either side and fit nothing else, by each other's text.
 
-    def likeness(other: Leaf) -> tuple[int, float]:
-        same = leaf.shape == other.shape
-        permuted = sorted(leaf.shape) == sorted(other.shape)
-        names = difflib.SequenceMatcher(None, leaf.text, other.text).ratio()
-        return same + permuted, names
+    Attributes:
+      of_linen: the only leaf of NNX's that one of Linen's may be.
+      of_nnx: the reverse.
+      counts: by side and shape, how many leaves are left.
+    """
 
-    # Names are slow to compare, and in large trees shapes already say enough.
-    alike = [x for x in others if sorted(x.shape) == sorted(leaf.shape)]
-    ranked = sorted((alike or list(others))[:200], key=likeness, reverse=True)
-    return [x for x in ranked[:3] if likeness(x) > (0, 0.5)]
+    of_linen: Mapping[str, Leaf]
+    of_nnx: Mapping[str, Leaf]
+    counts: Mapping[tuple[str, Shape], int]
+
+
+def likely(linen: Sequence[Leaf], nnx: Sequence[Leaf]) -> Likely:
+    """Pairs whose last name and shape, else whose sizes, no other leaf has.
+
+    Where several leaves may be meant, none is: a wrong pair of equal shapes would be
+    copied into a rule and pass for right.
+    """
+    found: tuple[dict[str, Leaf], dict[str, Leaf]] = {}, {}
+    for key in (_named, _sized):
+        groups: dict[Any, tuple[list[Leaf], list[Leaf]]] = {}
+        for side, leaves in enumerate((linen, nnx)):
+            for leaf in leaves:
+                if leaf.text not in found[side]:
+                    groups.setdefault(key(leaf), ([], []))[side].append(leaf)
+        for ones, others in groups.values():
+            if len(ones) == len(others) == 1:
+                found[0][ones[0].text], found[1][others[0].text] = others[0], ones[0]
+    counts = collections.Counter(
+        (side, leaf.shape)
+        for side, leaves in (("linen", linen), ("nnx", nnx))
+        for leaf in leaves
+    )
+    return Likely(*found, counts)
+
+
+def _named(leaf: Leaf) -> tuple[Any, ...]:
+    return leaf.collection, leaf.text.rpartition("/")[2], leaf.shape
+
+
+def _sized(leaf: Leaf) -> tuple[Any, ...]:
+    return leaf.collection, tuple(sorted(leaf.shape))
 
 
 def closest(pattern: str, texts: Iterable[str]) -> str:
@@ -40,13 +73,13 @@ def closest(pattern: str, texts: Iterable[str]) -> str:
     return f"near: {', '.join(found)}." if found else "nothing is near it."
 
 
-def only_in(side: str, leaf: Leaf, others: Sequence[Leaf], went: str = "") -> str:
+def only_in(side: str, leaf: Leaf, left: Likely, went: str = "") -> str:
     """Of a leaf without counterpart.
 
     Args:
       side: "linen" or "nnx".
       leaf: which.
-      others: near ones of the other side.
+      left: what is left on both sides.
       went: where a rule sent it, with a semicolon before.
     """
     text = f"only in {side}, {leaf.shape} {leaf.dtype}{went}. "
@@ -55,14 +88,21 @@ def only_in(side: str, leaf: Leaf, others: Sequence[Leaf], went: str = "") -> st
             text += f"Known: {why}. "
     other = "nnx" if side == "linen" else "linen"
     ignore = f"[[ignore]] with {side} = {quoted(escaped(leaf.text))} and a reason"
-    if not others:
-        return f"{text}Nothing in {other} is near it. To leave it out: {ignore}"
-    pair = (leaf, others[0]) if side == "linen" else (others[0], leaf)
-    rule = rule_line(pair[0].text, pair[1].text)
-    return (
-        f"{text}Near it in {other}: {facts(others)}. A rule: {rule}; to leave it out: "
-        f"{ignore}"
-    )
+    match = (left.of_linen if side == "linen" else left.of_nnx).get(leaf.text)
+    if match is not None:
+        pair = (leaf, match) if side == "linen" else (match, leaf)
+        rule = rule_line(pair[0].text, pair[1].text)
+        return (
+            f"{text}In {other} only {facts([match])} is left that it may be. A rule: "
+            f"{rule}; to leave it out: {ignore}"
+        )
+    count = left.counts.get((other, leaf.shape), 0)
+    if count:
+        return (
+            f"{text}In {other} {count} leaves of its shape are left: say which it is "
+            "by a [[rule]]"
+        )
+    return f"{text}Nothing in {other} is like it. To leave it out: {ignore}"
 
 
 def shapes(

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -34,9 +33,6 @@ from parity.mapping.leaves import RNG_POLICY, Leaf, NNXLeaves
 from parity.mapping.rules import Rule, Rules, rule_line
 from parity.mapping.stack_axis import Stacked, stack_moves
 from parity.trees import Comparison, Difference
-
-# A report with more near matches than this is not read, and finding them takes long.
-_MOST_NEAR = 40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -573,7 +569,7 @@ class _Matching:
             if text not in taken and text not in self.spoken_of["nnx"]
         ]
         elsewhere = {_pathless(leaf.text): leaf for leaf in nnx}
-        budget = itertools.count()
+        left = advice.likely([leaf for _, leaf in linen], nnx)
         for draft, leaf in linen:
             other = elsewhere.get(_pathless(draft.names[0]))
             if other is not None and other.shape == leaf.shape:
@@ -586,18 +582,13 @@ class _Matching:
                     f"{rule_line(leaf.text, other.text)}",
                 )
                 continue
-            near = advice.near(leaf, nnx) if next(budget) < _MOST_NEAR else []
-            self._differ(
-                leaf.text,
-                "missing",
-                advice.only_in("linen", leaf, near, _went(draft)),
-            )
-        free = [leaf for _, leaf in linen]
+            text = advice.only_in("linen", leaf, left, _went(draft))
+            self._differ(leaf.text, "missing", text)
         for leaf in nnx:
             if leaf.text in self.spoken_of["nnx"]:
                 continue
-            near = advice.near(leaf, free) if next(budget) < 2 * _MOST_NEAR else []
-            self._differ(leaf.text, "missing", advice.only_in("nnx", leaf, near))
+            text = advice.only_in("nnx", leaf, left)
+            self._differ(leaf.text, "missing", text)
 
     def _differ(self, path: str, what: str, detail: str) -> None:
         self.differences.append(Difference(path, what, detail))

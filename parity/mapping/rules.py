@@ -126,8 +126,13 @@ class Rules:
         """
         try:
             text = pathlib.Path(path).read_text(encoding="utf-8")
+        except FileNotFoundError:
+            raise RuleError(
+                f"The rule file {path} cannot be read: there is no such file."
+            ) from None
         except (OSError, UnicodeDecodeError) as error:
-            raise RuleError(f"The rule file {path} cannot be read: {error}") from error
+            why = error.strerror if isinstance(error, OSError) else error
+            raise RuleError(f"The rule file {path} cannot be read: {why}.") from error
         return cls.parse(text, str(path))
 
     @classmethod

@@ -82,7 +82,7 @@ class _Module:
     Attributes:
       linen: tokens; private characters stand for what both sides share.
       nnx: tokens.
-      collections: of the leaves.
+      collection: of the leaves.
       leaves: their names; empty for all that there is below.
       note: why it may be wrong, or nothing.
       shared: by private character, the pattern it stands for.
@@ -90,7 +90,7 @@ class _Module:
 
     linen: Tokens
     nnx: Tokens
-    collections: tuple[str, ...]
+    collection: str
     leaves: tuple[str, ...]
     note: str = ""
     shared: tuple[tuple[str, str], ...] = ()
@@ -188,7 +188,7 @@ class _Drawn:
 
     def _take_cell(self, left: _Node, right: _Node, note: str) -> None:
         leaves = left.all_leaves()
-        self._add(left, right, leaves, (), note)
+        self._add(left, right, leaves, note, by_name=False)
         only = [x for x in leaves if any(p.fullmatch(x.text) for p, _ in ONLY_IN_LINEN)]
         for leaf in leaves:
             if leaf not in only:
@@ -205,8 +205,7 @@ class _Drawn:
                     del self.free_nnx[other.text], self.free_linen[leaf.text]
                     break
         if taken:
-            names = tuple(sorted({path_text(x.path[-1:]) for x in taken}))
-            self._add(left, right, taken, names, note)
+            self._add(left, right, taken, note, by_name=True)
         for leaf in left.leaves:
             if leaf.text not in self.free_linen:
                 continue
@@ -264,14 +263,19 @@ class _Drawn:
         self,
         left: _Node,
         right: _Node,
-        leaves: Iterable[Leaf],
-        names: Tokens,
+        leaves: Sequence[Leaf],
         note: str,
+        *,
+        by_name: bool,
     ) -> None:
-        collections_ = tuple(dict.fromkeys(leaf.collection for leaf in leaves))
-        self.modules.append(
-            _Module(left.tokens, right.tokens, collections_, names, note)
-        )
+        # A collection has a rule of its own, so that the rule is known backwards, too.
+        for collection in dict.fromkeys(leaf.collection for leaf in leaves):
+            mine = [leaf for leaf in leaves if leaf.collection == collection]
+            found = {path_text(leaf.path[-1:]) for leaf in mine if by_name}
+            names = tuple(sorted(found))
+            self.modules.append(
+                _Module(left.tokens, right.tokens, collection, names, note)
+            )
 
 
 def _tree(leaves: Iterable[Leaf]) -> _Node:
@@ -498,7 +502,7 @@ def _form(module: _Module) -> object:
         "/".join(module.linen).translate(table),
         "/".join(module.nnx).translate(table),
         tuple(patterns.get(mark) for mark in marks),
-        module.collections,
+        module.collection,
         module.leaves,
     )
 
@@ -546,24 +550,20 @@ def _module_rule(module: _Module) -> str:
     order = [mark for mark in re.findall("[\ue000-\uf8ff]", "/".join(module.linen))]
     groups = {mark: i for i, mark in enumerate(order, 1)}
     patterns = dict(module.shared)
-    many = len(module.collections) > 1
     linen = [escaped(token) for text in module.linen for token in text.split("/")]
     nnx = [token for text in module.nnx for token in text.split("/")]
     for mark, number in groups.items():
-        place = number + many
         linen = [token.replace(mark, f"({patterns[mark]})") for token in linen]
-        nnx = [token.replace(mark, f"\\{place}") for token in nnx]
-    last = len(groups) + many + 1
-    collection = "|".join(module.collections)
+        nnx = [token.replace(mark, f"\\{number}") for token in nnx]
     names = "|".join(map(escaped, module.leaves))
-    left = [f"({collection})" if many else collection, *linen]
-    right = ["\\1" if many else collection, *nnx]
+    left = [module.collection, *linen]
+    right = [module.collection, *nnx]
     if len(module.leaves) == 1:
         left.append(names)
         right.append(module.leaves[0])
     else:
         left.append(f"({names or '.+'})")
-        right.append(f"\\{last}")
+        right.append(f"\\{len(groups) + 1}")
     return _rule(quoted(_join(left)), quoted(_join(right)), "", module.note)
 
 

@@ -118,10 +118,12 @@ class _Migration:
     def _take_differences(self) -> None:
         """The correspondence's, but for dtypes that may be cast."""
         trees, draft = self.draft.trees, self.draft
+        told = {d.path for d in draft.differences if d.what == "rule"}
         draft.differences += [
             d
             for d in trees.differences
             if not (d.what == "dtype" and self.options.cast)
+            and not (d.what == "rule" and d.path in told)
         ]
         ignored = trees.ignored.get(self.source.side, ())
         draft.ignored += [

@@ -167,20 +167,23 @@ def linen_from_nnx(
             if (found := inverse.read(leaf)) is not None
         ]
         entry = recorded.get(_pathless(leaf.text))
+        name = "/".join(map(str, leaf.path))
+        own = leaf.collection or collections.get(name, "")
+        if entry is not None:
+            text = next(x for x in entry.nnx if _pathless(x) == _pathless(leaf.text))
+            own = text.partition("/")[0]
+        own = own or ("params" if collections or known else "")
+        hits = [hit for hit in hits if own in ("", hit[1].collection)] or hits
         if not hits and entry is not None:
             used += [] if entry in used else [entry]
-            text = next(x for x in entry.nnx if _pathless(x) == _pathless(leaf.text))
-            named.append(leaf._replace(collection=text.partition("/")[0]))
+            named.append(leaf._replace(collection=own))
             for text, shape in zip(entry.linen, entry.shapes, strict=True):
                 linen.setdefault(text, with_text(text, shape, leaf.dtype))
             continue
         if not hits:
-            name = "/".join(map(str, leaf.path))
-            own = leaf._replace(
-                collection=leaf.collection or collections.get(name, "params")
-            )
-            named.append(own)
-            linen.setdefault(own.text, own)
+            mine = leaf._replace(collection=own or "params")
+            named.append(mine)
+            linen.setdefault(mine.text, mine)
             continue
         if len({inverse.rule.name for inverse, _ in hits}) > 1:
             names = " and ".join(inverse.rule.name for inverse, _ in hits)
@@ -191,6 +194,19 @@ def linen_from_nnx(
                     "rule",
                     f"{names} are for it, read backwards; make the templates narrower "
                     "so that one is.",
+                )
+            )
+            continue
+        may_be = {found.collection for _, found in hits}
+        if len(may_be) > 1:
+            named.append(leaf._replace(collection="params"))
+            wrong.append(
+                Difference(
+                    text_of("params", leaf.path),
+                    "rule",
+                    f"{hits[0][0].rule.name} may put it in any of "
+                    f"{', '.join(sorted(may_be))}: write a rule for each collection, "
+                    "or give the module (--nnx, or --linen and --inputs).",
                 )
             )
             continue
@@ -308,8 +324,8 @@ def _inverses(rule: Rule, wrong: list[Difference]) -> Iterator[_Inverse]:
         return
     pieces = _pieces(rule.linen[0].pattern)
     for part, template in enumerate(rule.nnx):
-        inverse = pieces and _inverse(rule, part, template, pieces)
-        if not inverse:
+        inverses = pieces and _each_collection(rule, part, template, pieces)
+        if not inverses:
             wrong.append(
                 Difference(
                     str(rule),
@@ -320,7 +336,7 @@ def _inverses(rule: Rule, wrong: list[Difference]) -> Iterator[_Inverse]:
                 )
             )
             return
-        yield inverse
+        yield from inverses
 
 
 class _Group(NamedTuple):
@@ -329,28 +345,69 @@ class _Group(NamedTuple):
     inside: str
 
 
-def _inverse(
+def _each_collection(
     rule: Rule, part: int, template: str, pieces: Sequence[str | _Group]
+) -> list[_Inverse]:
+    """A template backwards, once for each collection that it may name; none: it cannot.
+
+    The collection is plain text, or a group of names, (params|batch_stats).
+    """
+    groups = [piece for piece in pieces if isinstance(piece, _Group)]
+    collection, slash, _ = template.partition("/")
+    reference = _REFERENCE.fullmatch(collection)
+    if not slash or ("\\" in collection and not reference):
+        return []
+    names: list[tuple[_Group | None, str]] = [(None, collection)]
+    if reference:
+        key = reference["name"] or reference["number"]
+        [group] = [x for x in groups if key in (x.name, str(x.number))]
+        names = [(group, name) for name in group.inside.split("|")]
+    if not all(name.isidentifier() for _, name in names):
+        return []
+    found = [_inverse(rule, part, template, pieces, *each) for each in names]
+    return [inverse for inverse in found if inverse is not None]
+
+
+def _inverse(
+    rule: Rule,
+    part: int,
+    template: str,
+    pieces: Sequence[str | _Group],
+    fixed: _Group | None,
+    collection: str,
 ) -> _Inverse | None:
+    """A template backwards; None: it says too little.
+
+    Args:
+      rule: which.
+      part: number of the template.
+      template: of an NNX leaf's text.
+      pieces: of the pattern.
+      fixed: the group that stands for the collection, if one does.
+      collection: its name.
+    """
     groups = {piece.number: piece for piece in pieces if isinstance(piece, _Group)}
     numbers = {piece.name: piece.number for piece in groups.values() if piece.name}
-    collection, slash, rest = template.partition("/")
-    if "\\" in collection or not slash:
-        return None
-    pattern, seen, end = "", set[int](), 0
+    rest = template.partition("/")[2]
+    pattern, end = "", 0
+    seen = set[int]() if fixed is None else {fixed.number}
     for found in _REFERENCE.finditer(rest):
         name = found["name"] or found["number"]
         number = int(name) if name.isdigit() else numbers[name]
         pattern += re.escape(rest[end : found.start()])
         again = f"(?P=g{number})"
         first = f"(?P<g{number}>{groups[number].inside})"
-        pattern += again if number in seen else first
+        if fixed is not None and number == fixed.number:
+            pattern += re.escape(collection)
+        else:
+            pattern += again if number in seen else first
         seen.add(number)
         end = found.end()
     pattern += re.escape(rest[end:])
     if seen != set(groups):
         return None
-    linen = tuple(p if isinstance(p, str) else p.number for p in pieces)
+    named = [collection if piece == fixed else piece for piece in pieces]
+    linen = tuple(p if isinstance(p, str) else p.number for p in named)
     return _Inverse(rule, part, re.compile(pattern), collection, linen)
 
 

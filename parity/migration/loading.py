@@ -48,6 +48,13 @@ class Loaded(NamedTuple):
     random: tuple[str, ...]
     skipped: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        kept, skipped = (
+            some(list(names), 4) if names else "none"
+            for names in (self.random, self.skipped)
+        )
+        return f"Loaded({self.leaves} leaves; random: {kept}; skipped: {skipped})"
+
 
 def load_into(
     target: Any,
@@ -76,9 +83,11 @@ def load_into(
     found = nnx_leaves(target)
     wanted = _by_name(found.leaves, found.aliases)
     random = _by_name(found.rng, {})
-    part = _Part.best(store, {**wanted, **random})
+    is_optimizer = isinstance(target, nnx.Optimizer)
+    what = "optimizer" if is_optimizer else "model"
+    part = _Part.best(store, {**wanted, **random}, what)
     extra = part.leaves.keys() - wanted.keys() - random.keys()
-    if isinstance(target, nnx.Optimizer):  # the model may stand beside its state
+    if is_optimizer:  # the model may stand beside its state
         extra = _inside(extra, wanted)
     skipped = extra & part.random
     values = part.read(wanted, extra - skipped)
@@ -133,7 +142,7 @@ def load_variables(
     store = _opened(source, step, verify)
     leaves = linen_leaves({"": like})
     wanted = _by_name(leaves, {})
-    part = _Part.best(store, wanted)
+    part = _Part.best(store, wanted, "model")
     extra = part.leaves.keys() - wanted.keys()
     if PARAMS in {name.partition("/")[0] for name in wanted}:
         roots = read_source(store, "linen").roots.values()
@@ -201,15 +210,17 @@ class _Part(NamedTuple):
       root: where the part is.
       leaves: by name.
       random: names of RNG state.
+      what: it is to be, "model" or "optimizer".
     """
 
     store: Store
     root: Path
     leaves: Mapping[str, Leaf]
     random: frozenset[str]
+    what: str
 
     @classmethod
-    def best(cls, store: Store, wanted: Mapping[str, _Wanted]) -> _Part:
+    def best(cls, store: Store, wanted: Mapping[str, _Wanted], what: str) -> _Part:
         """The part with the most of the leaves that are wanted.
 
         Raises:
@@ -230,7 +241,7 @@ class _Part(NamedTuple):
         root = max(counts, key=lambda root: (counts[root], -len(root)), default=())
         if not counts.get(root):
             raise CheckpointError(
-                f"Not one leaf of {store.path} is one of the model's. The model has "
+                f"Not one leaf of {store.path} is one of the {what}'s. The {what} has "
                 f"{some(list(wanted), 4)}; the checkpoint has "
                 f"{some([path_text(path) for path in store.leaves], 4)}."
             )
@@ -252,7 +263,7 @@ class _Part(NamedTuple):
             leaves[name] = leaf
             random.append(ModelLeaf((name,), "", plain, leaf))
         looks = {path[0] for path in looks_random(random)}
-        return cls(store, root, leaves, frozenset(map(str, looks)))
+        return cls(store, root, leaves, frozenset(map(str, looks)), what)
 
     def read(
         self, wanted: Mapping[str, _Wanted], extra: Collection[str]
@@ -277,13 +288,14 @@ class _Part(NamedTuple):
         ]
         for name, x in wanted.items():
             if name in self.leaves:
-                problems += _unlike(name, self.leaves[name], x.leaf)
+                problems += _unlike(name, self.leaves[name], x.leaf, self.what)
         if problems:
             where = f" under {path_text(self.root)}" if self.root else ""
+            way = "migrate it with the module (parity migrate --nnx=… or --linen=…), "
+            way = f"{way}or " if self.what == "model" else ""
             raise CheckpointError(
-                f"{self.store.path}{where} is not the model's: migrate it with the "
-                "module (parity migrate --nnx=… or --linen=…), or give the model that "
-                "it is of. The model is as it was.",
+                f"{self.store.path}{where} is not the {self.what}'s: {way}give the "
+                f"{self.what} that it is of. The {self.what} is as it was.",
                 problems,
             )
         return {
@@ -300,19 +312,19 @@ def _names(path: Path) -> Iterator[str]:
             yield name_of((*path[:i], *path[i + 1 :]))
 
 
-def _unlike(name: str, leaf: Leaf, wanted: Named) -> list[str]:
-    """How a stored leaf differs from what a model has."""
+def _unlike(name: str, leaf: Leaf, wanted: Named, what: str) -> list[str]:
+    """How a stored leaf differs from what a model or an optimizer has."""
     shape, dtype = tuple(wanted.shape), wanted.dtype
     if jnp.issubdtype(dtype, jax.dtypes.prng_key):
         if not leaf.kind.startswith("key<"):
-            return [f"{name}: {leaf.type_name} {leaf.shape}, the model has typed keys"]
+            return [f"{name}: {leaf.type_name} {leaf.shape}, the {what} has typed keys"]
         same = leaf.shape[: len(shape)] == shape
-        return [] if same else [f"{name}: keys {leaf.shape}, the model has {shape}"]
+        return [] if same else [f"{name}: keys {leaf.shape}, the {what} has {shape}"]
     problems = []
     if leaf.shape != shape:
-        problems.append(f"{name}: shape {leaf.shape}, the model has {shape}")
+        problems.append(f"{name}: shape {leaf.shape}, the {what} has {shape}")
     if str(leaf.type_name) != str(dtype) and not _both_counters(leaf, wanted):
-        problems.append(f"{name}: dtype {leaf.type_name}, the model has {dtype}")
+        problems.append(f"{name}: dtype {leaf.type_name}, the {what} has {dtype}")
     return problems
 
 

@@ -16,8 +16,8 @@ from parity.migration.draft import Move, Options
 from parity.migration.drafting import make_draft
 from parity.migration.optimizer import Follower
 from parity.migration.origin import Origin
-from parity.migration.source import Source, read_source
-from parity.migration.trees import Tree, linen_tree, nnx_tree
+from parity.migration.source import PARAMS, Source, read_source
+from parity.migration.trees import Tree, linen_tree, name_of, nnx_tree
 from parity.trees import Difference
 from shared.checkpoint.manifest import (
     LeafRecord,
@@ -305,6 +305,7 @@ def plan(
         boxes=origin.boxed_state if told and boxes is None else boxes,
     )
     draft = make_draft(taken, options, trees, ruled, origin)
+    draft.notes += _has_names_already(taken, to, trees[to])
     ordered = sorted(draft.leaves, key=numeric_order)
     return Plan(
         store.path if isinstance(source, Store) else os.fspath(source),
@@ -321,6 +322,25 @@ def plan(
         tuple(draft.notes),
         draft.origin,
     )
+
+
+def _has_names_already(source: Source, to: str, tree: Tree | None) -> list[str]:
+    """A line where a checkpoint looks as the target does: --to may be a mistake."""
+    if tree is None:
+        return []
+    names = {name_of(leaf.name) for leaf in source.model}
+    wanted = {name_of(leaf.path) for leaf in tree.leaves}
+    boxed = not source.boxed.isdisjoint(leaf.path for leaf in source.model)
+    # Linen's checkpoints have a node `params`; NNX's have boxes, and no such node.
+    in_params = source.params[-1:] == (PARAMS,)
+    looks = boxed and not in_params if to == "nnx" else in_params and not boxed
+    if not wanted or names != wanted or not looks:
+        return []
+    other, api = SIDES[to == "linen"], {"linen": "Linen", "nnx": "NNX"}[to]
+    return [
+        f"{source.store.path} already has the names of the {api} module: if it is a "
+        f"checkpoint of that, --to={other} is meant"
+    ]
 
 
 def _find_manifest(store: Store) -> Manifest | None:

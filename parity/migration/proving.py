@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 from parity.mapping.rules import Rules
+from parity.migration.draft import Draft
 from parity.migration.loading import load_into, load_variables
 from parity.migration.plans import Plan
+from parity.migration.sides import left_out
 from parity.migration.trees import linen_variables, made_nnx
 from parity.pairs import checking
 from parity.reporting.report import Report
@@ -45,13 +47,14 @@ def prove(
     variables = load_variables(sides["linen"], like)
     model = made_nnx(module)
     load_into(model, sides["nnx"])
+    ruled, _ = left_out(plan.source, rules or Rules(), Draft())
     first = linen[0] if isinstance(linen, tuple) else linen
     return checking.check(
         first,
         model,
         inputs,
         variables=variables,
-        rules=rules,
+        rules=ruled,
         call=call,
         fail_on="init,bits",
         target=f"{plan.source.store.path} as {plan.options.to}",

@@ -49,6 +49,8 @@ def left_out(source: Source, rules: Rules, draft: Draft) -> tuple[Rules, set[Pat
             for text, path in beside.items()
             if rule.side == source.side and rule.pattern.fullmatch(text)
         }
+        if not hits and is_random(rule):
+            continue  # there is none, or the target's own module keeps it
         if not hits or any(map(rule.pattern.fullmatch, texts)):
             kept.append(rule)
         if hits:
@@ -56,6 +58,11 @@ def left_out(source: Source, rules: Rules, draft: Draft) -> tuple[Rules, set[Pat
         out |= hits
     draft.ignored += sorted(out, key=numeric_order)
     return dataclasses.replace(rules, ignored=tuple(kept)), out
+
+
+def is_random(rule: Ignore) -> bool:
+    """Whether a rule leaves out RNG state: then one file may serve both directions."""
+    return rule.side == "nnx" and rule.pattern.pattern.startswith(RNG)
 
 
 def own_tree(
@@ -81,6 +88,7 @@ def own_tree(
                 leaves, rules, origin.collections, origin.known
             )
             leaves = list(back.nnx)
+            draft.differences += back.differences
     by_text = {x.text: leaf for x, leaf in zip(leaves, source.model, strict=True)}
     places = {leaf.text: unboxed_place(leaf) for leaf in leaves}
     return OwnTree(Tree(tuple(leaves), None, places), by_text)

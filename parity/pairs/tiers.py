@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +24,7 @@ from parity.reporting import gate
 from parity.reporting.report import Tier
 from parity.trees import Comparison, Difference, compare_bytes
 
+_progress = logging.getLogger("parity.tiers")
 STRATEGY_EXAMPLES = 20  # drawn by Hypothesis; shapes are drawn twice
 
 
@@ -31,6 +33,7 @@ def run_tiers(
 ) -> Iterator[Tier]:
     """The tiers asked for, in order; tolerance only where bits differ by value."""
     if "tree" in tiers:
+        _progress.info("tier tree")
         yield _tree_tier(pair)
     wanted = [tier for tier in gate.TIERS if tier in tiers and tier != "tree"]
     if not pair.trees.usable:
@@ -42,17 +45,22 @@ def run_tiers(
         yield from _skipped(rest, "there are shapes only, no values")
         return
     if "init" in wanted:
+        _progress.info("tier init")
         theirs = pair.trees.to_linen(pair.nnx.values)
         yield first_values.check_first_values(pair.linen.values, theirs)
     if "program" in wanted:
+        _progress.info("tier program: tracing and lowering")
         yield _program_tier(pair)
     differing: list[tolerance.Case] = []
     if "bits" in wanted or "tolerance" in wanted:
+        _progress.info("tier bits: compiling and running both")
         bits, differing = _bits_tier(pair)
         yield from (bits for tier in wanted if tier == "bits")
     if "tolerance" in wanted and differing:
+        _progress.info("tier tolerance: once more, with other inputs and in float64")
         yield tolerance.check_tolerance(differing, pair.seed)
     if "oracle" in wanted and oracle is not None:
+        _progress.info("tier oracle")
         yield reference.check_oracle(pair, oracle)
 
 
@@ -217,7 +225,7 @@ def _compare_requests(subject: Subject) -> Comparison:
     path = f"{subject.prefix}(random keys)"
     detail = (
         f"linen asks for {linen}, nnx for {nnx}: is dropout on in one of them only? "
-        'Call(linen={…}, mode="eval") says how each is called'
+        'parity.Call(linen={…}, mode="eval") says how each is called (--calls)'
     )
     return Comparison(0, 0, (Difference(path, "count", detail),))
 

@@ -326,11 +326,11 @@ class Report:
     def lines(self) -> Iterator[str]:
         """What to say below the table.
 
-        How programs differ is of interest where the verdict is not "proved".
+        How programs differ is of interest where the verdict is not "proved", and long:
+        it comes last.
         """
         for tier in self.tiers:
-            quiet = self.ok and tier.name == "program"
-            details = () if quiet else tier.details
+            details = () if tier.name == "program" else tier.details
             for text in (*tier.differences[:SHOWN], *details):
                 yield f"{tier.name}: {printable(str(text))}"
             if len(tier.differences) > SHOWN:
@@ -345,6 +345,9 @@ class Report:
         for failure in self.failures:
             if failure.kind != "failed":  # those are seen above
                 yield failure.reason
+        programs = [t for t in self.tiers if t.name == "program" and not self.ok]
+        for line in (line for tier in programs for line in tier.details):
+            yield f"program: {printable(line)}"
 
     def _tier(self, name: str) -> Tier | None:
         return next((tier for tier in self.tiers if tier.name == name), None)

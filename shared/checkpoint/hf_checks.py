@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
+import re
 from collections.abc import Mapping
 
 import jax
@@ -21,6 +22,7 @@ from shared.stores.safetensors import Reader
 logger = logging.getLogger(__name__)
 
 _SHOWN = 1000  # lines of one sort in an error message
+_VLLM = re.compile(r"\.(qkv_proj|gate_up_proj)\.weight$|\.(w13|w2)_weight$")
 Targets = Mapping[str, tuple[ParamSpec, list[str]]]
 
 
@@ -49,6 +51,12 @@ def check_names(
         known.add(head)
     missing = [tensor for tensor in wanted if tensor.name not in have]
     extra = [name for name in have if name not in known and name not in ignored]
+    fused = next(filter(_VLLM.search, extra), None)
+    if fused is not None:
+        raise CheckpointError(
+            f"{reader.folder} has fused weights of vLLM, {fused}: that format is "
+            "written, never read. Use the checkpoint that it was made from."
+        )
     unlisted = [name for name in reader.unlisted if name not in ignored]
     floats = ", ".join(safetensors.FLOATS)
     problems = {
@@ -119,9 +127,8 @@ def _hints(
     kinds = [f"{i}: {k}" for i, k in enumerate(config.layers) if i in changed]
     if kinds:
         hints.append(
-            "hint: these layers have other tensors than their kinds, check layer_types "
-            "or full_attention_interval, mlp_only_layers or decoder_sparse_step: "
-            + ", ".join(kinds[:8])
+            "hint: these layers have other tensors than their kinds, check "
+            f"{names.kinds}: " + ", ".join(kinds[:8])
         )
     return hints
 

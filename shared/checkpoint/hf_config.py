@@ -24,6 +24,7 @@ from shared.stores.folders import read_json
 # Fields that change nothing in what the model computes, and why.
 IGNORED = {
     "architectures": "names a class; model_type decides",
+    "is_encoder_decoder": "model_type decides",
     "auto_map": "names code beside the weights; none is ever run",
     "transformers_version": "who wrote the file",
     "_name_or_path": "where the file came from",
@@ -218,16 +219,11 @@ def _text(source: Source, model_type: str) -> Source:
         why = "so it is above text_config, and a model has one head; correct one"
         inner.check("tie_word_embeddings", tied, why)
         data["tie_word_embeddings"] = tied
+    # The reference goes by what stands above; published files differ in these.
     dtype = _read_dtype(source, None)
     if dtype is not None:
-        own = _read_dtype(inner, dtype)
-        if own != dtype:
-            raise source.error(
-                f"dtype is {dtype!r} and in text_config {own!r}: keep one of them."
-            )
         data["dtype"] = dtype
         data.pop("torch_dtype", None)
-    # What ends a text is a matter of the whole model: above wins.
     for name in _TOKEN_IDS:
         value = source.any(name, None)
         data |= {name: value} if value is not None else {}

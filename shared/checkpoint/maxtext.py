@@ -198,6 +198,19 @@ def _place(layer: int, periods: _Periods, name: Name) -> _Place:
 
 
 def maxtext_scheme(config: DecoderConfig, layout: MaxTextLayout) -> Scheme:
+    """As `tree_scheme`, for a tree that MaxText is to load: warns where it will not."""
+    moe = config.moe
+    if moe is not None and moe.shared_expert_size != moe.expert_size:
+        logger.warning(
+            "MaxText 0.2.5 makes the shared expert as wide as the others, %d. Here it "
+            "has %d: MaxText will not load this model.",
+            moe.expert_size,
+            moe.shared_expert_size,
+        )
+    return tree_scheme(config, layout)
+
+
+def tree_scheme(config: DecoderConfig, layout: MaxTextLayout) -> Scheme:
     """Where MaxText's tree, from below `params/params`, has each unit.
 
     Args:
@@ -208,18 +221,6 @@ def maxtext_scheme(config: DecoderConfig, layout: MaxTextLayout) -> Scheme:
       CheckpointError: MaxText's Qwen3-Next has no such layers, or not in this layout;
         lists all that does not fit.
     """
-    moe = config.moe
-    if moe is not None and moe.shared_expert_size != moe.expert_size:
-        logger.warning(
-            "MaxText 0.2.5 makes the shared expert as wide as the others, %d. Here it "
-            "has %d: MaxText will not load this model.",
-            moe.expert_size,
-            moe.shared_expert_size,
-        )
-    return _scheme(config, layout)
-
-
-def _scheme(config: DecoderConfig, layout: MaxTextLayout) -> Scheme:
     periods = _periods(config.layers)
     _check_config(config, layout, periods)
     rows = {row.leaf: row for row in ROWS}
@@ -299,7 +300,7 @@ def detect_layout(
     if name == "unscanned":
         return MaxTextLayout(name)
     layouts = [MaxTextLayout(name, axis) for axis in (0, 1)]
-    first, second = (_scheme(config, layout).shapes for layout in layouts)
+    first, second = (tree_scheme(config, layout).shapes for layout in layouts)
     telling = [n for n in shapes if n in first and first[n] != second[n]]
     if not telling and param_scan_axis is not None:
         return MaxTextLayout(name, param_scan_axis)

@@ -160,6 +160,11 @@ def open_checkpoint(
             f"{folder} has no manifest.json, so it is no checkpoint of ours: convert "
             "it (parity convert), or migrate it (parity migrate)."
         )
+    if manifest.tree == "maxtext":
+        raise CheckpointError(
+            f"{folder} is in MaxText's layout: parity convert {folder} NEW --to=zoo "
+            "makes a checkpoint of ours of it."
+        )
     check_leaves(store, manifest)
     _check_no_more(store)
     return store, manifest

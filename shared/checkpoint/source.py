@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -117,6 +118,8 @@ def open_source(
     if vocab_padding is not None:
         given["vocab_padding"] = vocab_padding
     found = _detect_format(folder)
+    if format == "hf" and not (folder / "config.json").is_file():
+        raise _without_config(path)
     if format == "hf" or (format is None and found == "hf"):
         more = {"config": config, "step": step}
         more = {name: value for name, value in more.items() if value is not None}
@@ -139,6 +142,8 @@ def open_source(
         if manifest.tree == "zoo":
             return _open_ours(folder, store, manifest, config, given)
         return _open_our_maxtext(folder, store, manifest, config, given)
+    if any(_HF_NAME.search(path_text(name)) for name in store.leaves):
+        raise _without_config(path)
     if config is None:
         raise CheckpointError(
             f"{path} does not say which model it is of: give its config (--config, a "
@@ -148,6 +153,16 @@ def open_source(
     if (format or found or _tree_format(store)) == "maxtext":
         return _open_maxtext(store, config, given)
     return _open_tree(store, config, given)
+
+
+_HF_NAME = re.compile(r"(^|\.)layers\.\d+\.")
+
+
+def _without_config(path: Any) -> CheckpointError:
+    return CheckpointError(
+        f"{path} has no config.json, which says of which model the tensors are, that "
+        "have Hugging Face's names: copy it into their folder, and give the folder."
+    )
 
 
 def _refuse(path: Any, given: Mapping[str, Any]) -> None:
@@ -308,6 +323,7 @@ def _open_tree(store: Store, config: DecoderConfig, given: Mapping[str, Any]) ->
     outer = {"embed_tokens", "norm", "lm_head"}
     if not below:
         shapes = {name: s for name, s in shapes.items() if name not in others - outer}
+    _check_width(shapes, config, "embed_tokens", "norm")
     config, scheme = zoo_layouts.detect(shapes, config, **given)
     return _split(store, scheme, config, (below,) if below else ())
 
@@ -317,8 +333,10 @@ def _open_maxtext(
 ) -> Source:
     params = maxtext.below(store)
     shapes = _shapes(params)
+    embedding, norm = "token_embedder/embedding", "decoder/decoder_norm/scale"
+    _check_width(shapes, config, embedding, norm)
     layout = _maxtext_layout(shapes, config, given)
-    scheme = maxtext.maxtext_scheme(config, layout)
+    scheme = maxtext.tree_scheme(config, layout)
     check_tensors(shapes, scheme)
     prefix = params.path[len(store.path) :].removeprefix(":")
     above = tuple(part for part in prefix.split("/") if part)
@@ -333,6 +351,23 @@ def _open_maxtext(
         origin={"format": "maxtext", **dataclasses.asdict(layout)},
         notes=(*source.notes, note),
     )
+
+
+def _check_width(
+    shapes: Mapping[str, Shape], config: DecoderConfig, embedding: str, norm: str
+) -> None:
+    """Of a model of another width, every tensor would be listed: this says it once.
+
+    Raises:
+      CheckpointError: the embedding and the last norm have another width.
+    """
+    found = {shapes[name][-1] for name in (embedding, norm) if shapes.get(name)}
+    if len(found) == 1 and found != {config.hidden_size}:
+        [width] = found
+        raise CheckpointError(
+            f"hidden_size is {width} in the checkpoint and {config.hidden_size} in the "
+            "config, so that the shapes contradict the config: give that of this model."
+        )
 
 
 def _without_params(

@@ -111,6 +111,7 @@ def _tensor(row: Row, leaf_shapes: Mapping[str, Shape], layer: int | None) -> Te
 
 
 def _check_config(config: DecoderConfig) -> None:
+    hf_names.family(config)  # raises for one that nobody knows
     if config.family != FAMILY:
         raise CheckpointError(
             f"family={config.family!r}: how vLLM holds it is not known here, only "

@@ -20,6 +20,7 @@ from shared.config import (
     AttentionConfig,
     DecoderConfig,
     GatedDeltaNetConfig,
+    LatentAttentionConfig,
     LayerKind,
     MLPConfig,
     MoEConfig,
@@ -29,6 +30,7 @@ from shared.layers import (
     experts,
     gated_delta_net,
     grouped_query_attention,
+    latent_attention,
     mlp,
     sparse_moe,
 )
@@ -65,6 +67,7 @@ class LayerAux(NamedTuple):
 # What computes a part of the config.
 _MATHS: dict[type, ModuleType] = {
     AttentionConfig: grouped_query_attention,
+    LatentAttentionConfig: latent_attention,
     GatedDeltaNetConfig: gated_delta_net,
     MLPConfig: mlp,
 }

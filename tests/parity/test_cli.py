@@ -105,6 +105,18 @@ def test_check_writes_json_and_markdown(tmp_path):
     assert "| tree | proved |" in files[1].read_text()
 
 
+def test_a_person_who_waits_sees_a_line_for_each_tier(monkeypatch, caplog):
+    command = ["check", "qwen3-next-tiny", "--tiers=tree,program"]
+    assert main(*command)[0] == 0
+    assert not caplog.messages  # nobody looks
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert main(*command)[0] == 0
+    assert [text.split(":")[0] for text in caplog.messages] == [
+        "tier tree",
+        "tier program",
+    ]
+
+
 @pytest.fixture(scope="session")
 def plain_rows():
     """Of the tiny checkpoint's golden only the logits, which compile fast."""
@@ -252,6 +264,29 @@ def test_folder_without_weights(folder):
 def test_missing_shard(sharded):
     (sharded / "model-00003-of-00007.safetensors").unlink()
     assert "model-00003-of-00007.safetensors" in refused_check(sharded)
+
+
+@pytest.mark.parametrize("tiers", ["tree", "init"])
+def test_tiers_without_weights_open_the_checkpoint_too(tiers, folder, sharded):
+    (sharded / "model-00003-of-00007.safetensors").unlink()
+    out = refused("check", sharded, f"--tiers={tiers}")
+    assert "model-00003-of-00007.safetensors" in out
+    rewrite(folder, lambda tensors: tensors.pop("model.norm.weight"))
+    out = refused("check", folder, f"--tiers={tiers}")
+    assert "missing: model.norm.weight (" in out
+
+
+def test_a_checkpoint_of_ours_is_compared_with_its_config_without_weights(tmp_path):
+    config, params = shared.checkpoint.load_hf(TINY)
+    shared.checkpoint.save(tmp_path / "zoo", config, params)
+    assert main("check", tmp_path / "zoo", "--tiers=tree")[0] == 0
+    file = tmp_path / "zoo" / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["config"]["vocab_size"] += 8
+    file.write_text(json.dumps(manifest))
+    out = refused("check", tmp_path / "zoo", "--tiers=tree")
+    width, rows = config.hidden_size, config.vocab_size
+    assert f"embed_tokens must be ({rows + 8}, {width}). Got ({rows}, {width})" in out
 
 
 @pytest.mark.parametrize("size", [0, 5, 100, -1])

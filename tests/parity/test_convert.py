@@ -4,16 +4,21 @@ import io
 import json
 import pathlib
 
+import numpy as np
 import pytest
 import rich.console
+from safetensors.numpy import load_file, save_file
 
 import parity.__main__
+import shared
+from shared.stores import CheckpointError
 from tests.shared.checkpoint.checkpoints import copy_golden
 from tests.shared.checkpoint.maxtext_files import config_of
 
 GOLDENS = pathlib.Path(__file__).parent.parent / "goldens"
 GOLDEN = GOLDENS / "qwen3_next_6l"
 MAXTEXT = GOLDENS.parent / "maxtext"
+TINY = pathlib.Path(shared.__file__).parent / "data" / "qwen3_next_tiny"
 
 
 def main(*argv):
@@ -58,6 +63,90 @@ def test_a_chain_through_every_format(tmp_path):
         source = tmp_path / str(i)
     assert equal(GOLDENS / "qwen3_next_8l", source)
     assert len(list((tmp_path / "4").glob("*.safetensors"))) > 10
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "mt", "--prompt=5 17 2"],
+        ["check", "mt", "--tiers=bits"],
+        ["check", "mt", "--tiers=tree"],
+        ["compare", "mt"],
+    ],
+)
+def test_a_maxtext_tree_is_not_taken_for_ours(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(GOLDENS / "qwen3_next_8l", "mt", "--to=maxtext")[0] == 0
+    out = io.StringIO()
+    console = rich.console.Console(file=out, width=400)
+    assert parity.__main__.main(command, console) == 2
+    said = "mt is in MaxText's layout: parity convert mt NEW --to=zoo"
+    assert said in out.getvalue()
+    with pytest.raises(CheckpointError, match="mt is in MaxText's layout"):
+        shared.checkpoint.load("mt")
+
+
+def test_hugging_face_tensors_without_their_config_are_recognised(tmp_path):
+    golden = copy_golden("qwen3_next_8l/sharded", tmp_path / "hf")
+    (golden / "config.json").unlink()
+    for flags in ([], ["--from=hf"]):
+        flags += ["--config=qwen3-next-8l-tiny"]
+        status, out = main(golden, tmp_path / "zoo", *flags)
+        assert status == 2
+        assert f"{golden} has no config.json" in out
+        assert "copy it into their folder" in out
+    file = GOLDEN / "model.safetensors"
+    status, out = main(file, tmp_path / "zoo", "--config=qwen3-next-8l-tiny")
+    assert status == 2 and f"{file} has no config.json" in out
+
+
+def test_weights_for_vllm_are_recognised(tmp_path):
+    assert main(GOLDENS / "qwen3_next_8l", tmp_path / "vllm", "--to=vllm")[0] == 0
+    status, out = main(tmp_path / "vllm", tmp_path / "zoo")
+    assert status == 2 and len(out.splitlines()) == 1
+    assert "fused weights of vLLM" in out and "written, never read" in out
+    with pytest.raises(CheckpointError, match="checkpoint that it was made from"):
+        shared.checkpoint.load_hf(tmp_path / "vllm")
+
+
+def test_long_lists_are_cut(tmp_path):
+    golden = copy_golden("qwen3_next_8l", tmp_path / "hf")
+    tensors = load_file(golden / "model.safetensors")
+    renamed = {f"{name}.x": tensor for name, tensor in tensors.items()}
+    save_file(renamed, golden / "model.safetensors")
+    status, out = main(golden, tmp_path / "zoo")
+    assert status == 2 and len(tensors) > 100
+    for sort in ("missing", "unexpected"):
+        assert f"{len(tensors)} {sort}" in out
+        assert out.count(f"  {sort}: ") == 20
+    assert f"and {2 * len(tensors) - 40} more" in out
+
+
+@pytest.mark.parametrize("tree", ["scanned_orbax", "scanned_params.npz", "zoo"])
+def test_a_config_of_another_width_is_told_in_a_line(tree, tmp_path):
+    source = MAXTEXT / tree
+    config = config_of(6)
+    if tree == "zoo":
+        source = tmp_path / "bare.npz"
+        specs = shared.trees.flatten(shared.abstract_params(config))
+        np.savez(source, **{"/".join(path): np.zeros(x.shape) for path, x in specs})
+    wide = tmp_path / "wide"
+    wide.mkdir()
+    text = json.dumps(config.to_hf() | {"hidden_size": 48})
+    (wide / "config.json").write_text(text)
+    status, out = main(source, tmp_path / "new", f"--config={wide}")
+    assert status == 2 and len(out.splitlines()) == 1, out
+    assert "hidden_size is 32 in the checkpoint and 48 in the config" in out
+
+
+def test_the_width_of_the_shared_expert_matters_where_maxtext_is_written(
+    tmp_path, caplog
+):
+    assert main(TINY, tmp_path / "maxtext", "--to=maxtext")[0] == 0
+    assert "MaxText will not load this model" in caplog.text
+    caplog.clear()
+    assert main(tmp_path / "maxtext", tmp_path / "hf", "--to=hf")[0] == 0
+    assert not caplog.records
 
 
 def test_the_older_layout_of_maxtext_is_upgraded(tmp_path):

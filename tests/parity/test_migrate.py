@@ -490,6 +490,24 @@ def test_a_state_is_loaded_without_its_module(saved):
     assert_same(loaded.state, expected_model("list"))
 
 
+def test_an_optimizer_of_another_kind_is_called_an_optimizer(saved):
+    source = saved("list", "standard", "nnx")
+    model = NNXList(nnx.Rngs(0))
+    for tx in (optax.sgd(0.1, momentum=0.9), optax.adam(1e-3)):
+        optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+        with pytest.raises(CheckpointError) as error:
+            migration.load_into(optimizer, source)
+        assert "is not the optimizer's: give the optimizer" in str(error.value)
+        assert "model" not in str(error.value)
+
+
+def test_what_was_loaded_prints_in_a_line(saved):
+    model = CNN.nnx(nnx.Rngs(0))
+    loaded = migration.load_into(model, saved("cnn", "standard", "nnx"))
+    text = "Loaded(8 leaves; random: drop/rngs/count, drop/rngs/key; skipped: none)"
+    assert repr(loaded) == str(loaded) == text
+
+
 def test_a_step_that_does_not_fit_its_type_is_refused(tmp_path):
     tx = optax.sgd(0.1)
     model = NNXTiny(nnx.Rngs(0))

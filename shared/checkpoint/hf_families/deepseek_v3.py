@@ -169,4 +169,5 @@ NAMES = rows.NameTable(
     ignored_layers={
         ".eh_proj.weight": "multi-token prediction, a draft for speculative decoding"
     },
+    kinds="first_k_dense_replace",
 )

@@ -189,7 +189,8 @@ class ConfigTable:
 
     def in_their_words(self, words: set[str]) -> list[str]:
         """What those of `words` that are fields are called in config.json."""
-        names = []
+        rotary = {ours: theirs for rope in self.ropes for ours, theirs in rope.words()}
+        names = [f"{o} is {theirs}" for o, theirs in rotary.items() if o in words]
         for one in self.fields:
             ours = {path.rpartition(".")[2] for path in one.paths}
             if one.name not in ours:

@@ -126,4 +126,5 @@ NOT_THE_DECODER = {
 NAMES = rows.NameTable(
     rows=(*rows.OUTER, *rows.FOUR_NORMS, *rows.attention(HEADS), *rows.DENSE),
     ignored=NOT_THE_DECODER,
+    kinds="layer_types or sliding_window_pattern",
 )

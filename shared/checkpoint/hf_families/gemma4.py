@@ -321,4 +321,5 @@ NAMES = rows.NameTable(
         "model.audio_tower.": "the audio tower of a multimodal repository",
         "model.embed_audio.": "from the audio tower to the decoder",
     },
+    kinds="layer_types, num_kv_shared_layers or enable_moe_block",
 )

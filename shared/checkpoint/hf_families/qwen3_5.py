@@ -102,7 +102,9 @@ _ROWS = (
 )
 
 DENSE_NAMES = rows.NameTable(
-    rows=(*_ROWS, *rows.DENSE), ignored=qwen3_next.NOT_THE_DECODER
+    rows=(*_ROWS, *rows.DENSE),
+    ignored=qwen3_next.NOT_THE_DECODER,
+    kinds=qwen3_next.INTERVALS,
 )
 
 MOE_NAMES = rows.NameTable(
@@ -110,4 +112,5 @@ MOE_NAMES = rows.NameTable(
     experts=qwen3_next.NAMES.experts,
     fused_experts=qwen3_next.NAMES.fused_experts,
     ignored=qwen3_next.NOT_THE_DECODER,
+    kinds=qwen3_next.INTERVALS,
 )

@@ -109,6 +109,7 @@ CONFIG = ConfigTable(
 HEADS = "num_attention_heads, num_key_value_heads, head_dim, hidden_size"
 EXPERTS = "num_experts, moe_intermediate_size, hidden_size"
 SHARED = "shared_expert_intermediate_size, hidden_size"
+INTERVALS = "layer_types or full_attention_interval"
 NOT_THE_DECODER = {
     "mtp.": "multi-token prediction, a draft model for speculative decoding",
     "model.visual.": "the vision tower of a multimodal repository",
@@ -132,4 +133,5 @@ NAMES = rows.NameTable(
     experts=rows.each_expert(EXPERTS),
     fused_experts=rows.fused_experts("mlp.experts", EXPERTS, "mlp/experts"),
     ignored=NOT_THE_DECODER,
+    kinds=f"{INTERVALS}, mlp_only_layers or decoder_sparse_step",
 )

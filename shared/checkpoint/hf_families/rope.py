@@ -60,6 +60,12 @@ class Rope:
         flat = self.flat_theta is not None and self.flat_theta in source
         return self.kind is not None and (flat or bool(self._nested(source)))
 
+    def words(self) -> list[tuple[str, str]]:
+        """Our names of fields that have others in a file."""
+        sections = [] if self.sections is None else [("sections", "mrope_section")]
+        turning = [("turning_pairs", "partial_rotary_factor")]
+        return sections + (turning if "proportional" in self.types else [])
+
     def read(
         self, source: Source, part: Mapping[str, Any] | None
     ) -> dict[str, Any] | None:

@@ -78,6 +78,7 @@ class NameTable:
         the reason; they are counted and reported, never read.
       ignored_layers: the same for whole layers behind the decoder's, by the end of a
         name that only they have.
+      kinds: the fields of config.json that say which layers are of which kind.
     """
 
     rows: tuple[Row, ...]
@@ -85,6 +86,7 @@ class NameTable:
     fused_experts: tuple[Row, ...] = ()
     ignored: Mapping[str, str] = dataclasses.field(default_factory=dict)
     ignored_layers: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    kinds: str = "layer_types"
 
     def layer_of(self, name: str) -> int | None:
         """The layer in a tensor's name, if it has one."""

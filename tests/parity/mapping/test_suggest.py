@@ -140,7 +140,9 @@ def test_a_cnn_is_paired_in_order_of_declaration():
         assert pairs[f"batch_stats/BatchNorm_{i}/var"] == f"batch_stats/{name}_norm/var"
     # Both have eight features: the draft says that it went by order.
     assert "guess, by order: BatchNorm_1, BatchNorm_2" in text
-    assert "linen = '(batch_stats|params)/BatchNorm_0/(bias|mean|scale|var)'" in text
+    # A rule for each collection, so that it is known backwards where a leaf belongs.
+    assert "linen = 'params/BatchNorm_0/(bias|scale)'" in text
+    assert "linen = 'batch_stats/BatchNorm_0/(mean|var)'" in text
 
 
 def test_a_transformer_has_one_rule_for_all_layers():

@@ -11,12 +11,16 @@ import subprocess
 import sys
 import time
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import rich.console
+from flax import linen as nn
+from flax import nnx
 
 import parity.__main__
+from parity import migration
 from parity.diff import diff
 from shared.checkpoint.manifest import find_manifest
 from shared.stores import digest, open_store
@@ -25,7 +29,9 @@ from tests.parity.migrations.models import (
     CNN,
     LIST,
     NNXCNN,
+    STACK,
     NNXList,
+    make_stack,
     save_manager,
     save_standard,
 )
@@ -35,6 +41,11 @@ MODELS = "tests.parity.migrations.models"
 
 # What --linen, --nnx, --inputs and --check name in these tests.
 list_linen, list_inputs = LIST.linen, LIST.inputs
+cnn_linen, cnn_inputs = CNN.linen, CNN.inputs
+
+
+NNX = f"--nnx={__name__}:NNXList"
+LINEN = (f"--linen={__name__}:list_linen", f"--inputs={__name__}:list_inputs")
 
 
 def list_pair():
@@ -75,10 +86,6 @@ def content(folder):
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
     return save_manager(LIST.state, tmp_path_factory.mktemp("command") / "list")
-
-
-NNX = f"--nnx={__name__}:NNXList"
-LINEN = (f"--linen={__name__}:list_linen", f"--inputs={__name__}:list_inputs")
 
 
 # What it does.
@@ -183,6 +190,123 @@ def test_differences_are_listed_and_give_one(source, tmp_path):
     assert len(data["differences"]) == 20
 
 
+class Blocks(nn.Module):
+    """Blocks in which biases of a norm and of a product have one shape."""
+
+    @nn.compact
+    def __call__(self, x):
+        for i in range(3):
+            x = BlockOf(name=f"blocks_{i}")(x)
+        return x
+
+
+class BlockOf(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.BatchNorm(use_running_average=True)(x)
+        return nn.Dense(4)(x)
+
+
+class NNXBlocks(nnx.Module):
+    def __init__(self, rngs):
+        make = lambda: nnx.Dict(
+            bn=nnx.BatchNorm(4, rngs=rngs), fc=nnx.Linear(4, 4, rngs=rngs)
+        )
+        self.blocks = nnx.List([make() for _ in range(3)])
+
+
+class NNXHead(nnx.Module):
+    def __init__(self, rngs):
+        self.head = nnx.Linear(4, 7, rngs=rngs)
+
+
+class Headed(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(7)(x)
+
+
+def test_where_several_leaves_may_be_meant_no_rule_is_proposed(tmp_path):
+    variables = Blocks().init(jax.random.key(0), jnp.ones((1, 4)))
+    source = save_standard(variables, tmp_path / "x")
+    status, out = main(
+        source, tmp_path / "out", "--to=nnx", f"--nnx={__name__}:NNXBlocks"
+    )
+    assert status == 1
+    assert "A rule:" not in out and "/fc/" not in out.partition("blocks/0/bn")[0]
+    assert "In nnx 15 leaves of its shape are left" in out  # five of each block
+    # A line for each of six leaves of a block on either side, not for each block.
+    assert out.count(": missing: ") == 12
+    assert "params/blocks_2/Dense_0/kernel: missing: only in linen" in out
+    assert "and so 2 more, from params/blocks_0/Dense_0/kernel" in out
+    assert out.splitlines()[-2].startswith(
+        "`parity suggest --linen=pkg.mod:name --nnx="
+    )
+    assert len(out.splitlines()) < 20
+
+
+def test_where_one_leaf_can_be_meant_its_rule_is_proposed(tmp_path):
+    variables = Headed().init(jax.random.key(0), jnp.ones((1, 4)))
+    source = save_standard(variables, tmp_path / "x")
+    status, out = main(
+        source, tmp_path / "out", "--to=nnx", f"--nnx={__name__}:NNXHead"
+    )
+    assert status == 1
+    for name in ("kernel", "bias"):
+        rule = f"linen = 'params/Dense_0/{name}' and nnx = 'params/head/{name}'"
+        assert out.count(f"A rule: [[rule]] with {rule}") == 2  # of either side
+
+
+def test_a_checkpoint_that_is_linens_already_is_told(tmp_path):
+    source = save_standard(LIST.variables, tmp_path / "x")
+    status, out = main(source, tmp_path / "out", "--to=linen", *LINEN)
+    told = f"{source} already has the names of the Linen module"
+    assert (status, told in out, "--to=nnx is meant" in out) == (0, True, True)
+    _, out = main(source, tmp_path / "out", "--to=nnx", NNX)
+    assert "already has" not in out
+
+
+@pytest.mark.parametrize(
+    ("user", "tree", "to", "told"),
+    [
+        (LIST, lambda: nnx.state(NNXList(nnx.Rngs(0))), "nnx", True),
+        (LIST, lambda: {"model": nnx.state(NNXList(nnx.Rngs(0)))}, "nnx", True),
+        (STACK, lambda: nnx.state(make_stack(nnx.Rngs(0))), "linen", False),
+        (STACK, lambda: STACK.state, "nnx", False),  # boxed, and names are the same
+    ],
+)
+def test_only_what_looks_like_the_target_is_told(user, tree, to, told, tmp_path):
+    modules = {
+        "nnx": {"nnx": user.nnx},
+        "linen": {"linen": user.linen, "inputs": user.inputs},
+    }
+    source = save_standard(tree(), tmp_path / "x")
+    plan = migration.plan(source, to=to, **modules[to])
+    assert any("already has the names" in line for line in plan.describe()) is told
+
+
+def test_one_rule_file_leaves_out_rng_state_in_both_directions(tmp_path):
+    rules = tmp_path / "rules.toml"
+    rules.write_text(
+        "[[rule]]\nlinen = 'params/Dense_0/(kernel|bias)'\nnnx = 'params/head/\\1'\n"
+        "[[ignore]]\nnnx = 'nnx_rngs/.*'\nreason = 'a new run draws new masks'\n"
+    )
+    flags = [f"--rules={rules}", f"--check={__name__}:cnn_pair", "--write"]
+    state = nnx.state(NNXCNN(nnx.Rngs(0)))
+    source = save_standard(nnx.to_pure_dict(state), tmp_path / "nnx")
+    linen = [f"--linen={__name__}:cnn_linen", f"--inputs={__name__}:cnn_inputs"]
+    status, out = main(source, tmp_path / "linen", "--to=linen", *linen, *flags)
+    assert status == 0 and "left out: 2 beside the model, ignore 1" in out, out
+    status, out = main(
+        tmp_path / "linen",
+        tmp_path / "back",
+        "--to=nnx",
+        f"--nnx={__name__}:NNXCNN",
+        *flags,
+    )
+    assert status == 0, out
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -200,6 +324,8 @@ def test_differences_are_listed_and_give_one(source, tmp_path):
         (("SRC", "DST", "--to=nnx", "--step=4"), "has no step 4. It has 9, 10"),
         (("SRC", "DST", "--to=nnx", "--params=weights"), "no node 'weights'"),
         (("SRC", "DST", "--to=nnx", "--rules=none.toml"), "none.toml cannot be read"),
+        (("SRC", "DST", "--to=nnx", "--rules=none.toml"), "there is no such file.\n"),
+        (("SRC", "DST", "--to=linen", LINEN[0]), "needs --inputs=pkg.mod:name"),
         (("SRC", "DST", "--to=nnx", "--json=/no/x"), "--json=/no/x"),
         (("SRC", "SRC", "--to=nnx"), "which is never touched"),
         (("nothing", "DST", "--to=nnx"), "There is no nothing"),
@@ -307,16 +433,86 @@ def large(tmp_path_factory):
     return folder
 
 
-def start(source, target):
-    command = ["migrate", str(source), str(target), "--to=nnx", "--write"]
+def command(source, target):
+    return ["migrate", str(source), str(target), "--to=nnx", "--write"]
+
+
+def start(program, **options):
     return subprocess.Popen(
-        [sys.executable, "-m", "parity", *command],
+        [sys.executable, *program],
         cwd=ROOT,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "OPENBLAS_NUM_THREADS": "1"},
         text=True,
+        **options,
     )
+
+
+# It has all imported and no thread yet when it forks, so that a run starts at once.
+FORKING = """
+import json, os, signal, sys, traceback
+import parity.__main__
+from parity import migration
+
+def begin(command):
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 3
+    try:
+        for stream in (0, 1):
+            os.dup2(os.open(os.devnull, os.O_RDWR), stream)
+        status = parity.__main__.main(command)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+for line in sys.stdin:
+    what, command = json.loads(line)
+    if what == "begin":
+        if os.path.isdir("/proc/self/task"):
+            assert len(os.listdir("/proc/self/task")) == 1
+        pid, status = begin(command), None
+    elif status is None:
+        if what == "kill":
+            os.kill(pid, signal.SIGKILL)
+        done, code = os.waitpid(pid, 0 if what == "kill" else os.WNOHANG)
+        status = os.waitstatus_to_exitcode(code) if done else None
+    print(json.dumps(status), flush=True)
+"""
+
+
+class Runs:
+    """Runs of the command, one at a time, each in a process of its own."""
+
+    def __init__(self, process):
+        self._process = process
+
+    def begin(self, source, target):
+        return self._ask("begin", command(source, target))
+
+    def poll(self):
+        """The exit status; None: it is running."""
+        return self._ask("poll")
+
+    def kill(self):
+        """The exit status after SIGKILL, which may come too late."""
+        return self._ask("kill")
+
+    def _ask(self, *words):
+        what, argv = (*words, None)[:2]
+        self._process.stdin.write(json.dumps([what, argv]) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def runs():
+    pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
+    process = start(["-c", FORKING], **pipes)
+    yield Runs(process)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
 
 
 def finished(target):
@@ -339,24 +535,23 @@ def reached(target, point, started):
         return False
 
 
-def run_and_kill(source, target, point, delay):
+def run_and_kill(runs, source, target, point, delay):
     """Kills a run some time after it has come to a point.
 
     Returns:
       Whether it was still running.
     """
     started = time.time()
-    process = start(source, target)
-    while process.poll() is None and not reached(target, point, started):
+    runs.begin(source, target)
+    while runs.poll() is None and not reached(target, point, started):
         time.sleep(0.0005)
     time.sleep(delay)
-    process.send_signal(signal.SIGKILL)
-    _, error = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), error
-    return process.returncode != 0
+    status = runs.kill()
+    assert status in (0, -signal.SIGKILL)
+    return status != 0
 
 
-def check_kills(large, target, kills, seed):
+def check_kills(runs, large, target, kills, seed):
     source, draw = large / "x", random.Random(seed)
     before = {file: digest_of(file) for file in source.rglob("*") if file.is_file()}
     killed = 0
@@ -366,14 +561,15 @@ def check_kills(large, target, kills, seed):
             shutil.rmtree(partial_folder(target))
             done = 0
         point = draw.randint(done + 1, LEAVES + 1)
-        was_running = run_and_kill(source, target, point, draw.uniform(0, 0.03))
+        was_running = run_and_kill(runs, source, target, point, draw.uniform(0, 0.03))
         if target.exists():  # it was quicker: whole, and begun anew
             assert content(target) == content(large / "whole")
             shutil.rmtree(target)
         else:
             assert was_running
             killed += 1
-    process = start(source, target)
+    pipes = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE}
+    process = start(["-m", "parity", *command(source, target)], **pipes)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 0, error
     assert content(target) == content(large / "whole")
@@ -386,18 +582,17 @@ def digest_of(file):
     return file.read_bytes(), file.stat().st_mtime_ns
 
 
-def test_killed_runs_leave_nothing_half_and_the_next_one_ends_it(large, tmp_path):
-    check_kills(large, tmp_path / "out", kills=3, seed=1)
+def test_killed_runs_leave_nothing_half_and_the_next_one_ends_it(runs, large, tmp_path):
+    check_kills(runs, large, tmp_path / "out", kills=3, seed=1)
 
 
-@pytest.mark.slow
-def test_killed_twenty_times(large, tmp_path):
-    check_kills(large, tmp_path / "out", kills=20, seed=2)
+def test_killed_twenty_times(runs, large, tmp_path):
+    check_kills(runs, large, tmp_path / "out", kills=20, seed=2)
 
 
-def test_a_killed_run_of_another_source_is_not_gone_on_with(large, tmp_path):
+def test_a_killed_run_of_another_source_is_not_gone_on_with(runs, large, tmp_path):
     target = tmp_path / "out"
-    assert run_and_kill(large / "x", target, 3, 0)
+    assert run_and_kill(runs, large / "x", target, 3, 0)
     other = tmp_path / "y"
     save_standard({"params": {"a": jnp.ones(3)}}, other)
     status, out = main(other, target, "--to=nnx", "--write")

@@ -10,6 +10,8 @@ from flax import nnx
 
 from parity import migration
 from parity.diff import diff
+from parity.mapping.rules import Rules
+from parity.pairs import checking
 from shared.stores import open_store
 from tests.parity.migrations.checking import assert_same, digests, read
 from tests.parity.migrations.models import filled, normal, restore, save_standard
@@ -157,6 +159,95 @@ def test_what_a_rule_does_not_tell_backwards_is_asked_for(rule, words, tmp_path)
     plan = migration.plan(source, to="linen", rules=[rule])
     assert not plan.ok
     assert words in " ".join(d.detail for d in plan.differences)
+
+
+def batch_norms(tmp_path):
+    """An NNX checkpoint of somebody else: two blocks, each with a BatchNorm."""
+    norm = {n: np.full(2, i, np.float32) for i, n in enumerate(STATISTICS + SCALES)}
+    return save_standard(
+        {"blocks": {i: {"bn": norm} for i in range(2)}}, tmp_path / "x"
+    )
+
+
+STATISTICS, SCALES = ["mean", "var"], ["bias", "scale"]
+BY_GROUP = {
+    "linen": r"(batch_stats|params)/blocks_(\d+)/BatchNorm_0/(bias|mean|scale|var)",
+    "nnx": r"\1/blocks/\2/bn/\3",
+}
+
+
+class LinenBlocks(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        class Block(nn.Module):
+            @nn.compact
+            def __call__(self, x):
+                return nn.BatchNorm(use_running_average=True)(x)
+
+        for i in range(2):
+            x = Block(name=f"blocks_{i}")(x)
+        return x
+
+
+class NNXBlocks(nnx.Module):
+    def __init__(self, rngs):
+        norm = lambda: nnx.BatchNorm(2, use_running_average=True, rngs=rngs)
+        self.blocks = nnx.List([nnx.Dict(bn=norm()) for _ in range(2)])
+
+    def __call__(self, x):
+        for block in self.blocks:
+            x = block.bn(x)
+        return x
+
+
+def assert_in_their_collections(plan):
+    assert plan.ok, plan.differences
+    want = {
+        (collection, f"blocks_{i}", "BatchNorm_0", name)
+        for collection, names in (("batch_stats", STATISTICS), ("params", SCALES))
+        for i in range(2)
+        for name in names
+    }
+    assert {*plan.leaves} == want
+    for path in want:
+        value = (STATISTICS + SCALES).index(path[-1])
+        assert np.array_equal(read(plan, *path), np.full(2, value)), path
+
+
+def test_a_draft_is_read_backwards_without_any_module(tmp_path):
+    inputs = jax.ShapeDtypeStruct((1, 2), jnp.float32)
+    draft = checking.suggest(LinenBlocks(), NNXBlocks, inputs)
+    rules = Rules.parse(draft)
+    assert len(rules.rules) == 2
+    plan = migration.plan(batch_norms(tmp_path), to="linen", rules=rules)
+    assert_in_their_collections(plan)
+
+
+def test_a_group_over_collections_is_read_backwards_where_they_are_known(tmp_path):
+    source = batch_norms(tmp_path)
+    plan = migration.plan(source, to="linen", rules=[BY_GROUP], nnx=NNXBlocks)
+    assert_in_their_collections(plan)
+    plan.write(tmp_path / "linen")
+    there = migration.plan(tmp_path / "linen", to="nnx", rules=[BY_GROUP])
+    there.write(tmp_path / "nnx")
+    back = migration.plan(tmp_path / "nnx", to="linen", rules=[BY_GROUP])
+    assert_in_their_collections(back)
+
+
+def test_a_group_over_collections_that_nothing_tells_is_asked_about(tmp_path):
+    plan = migration.plan(batch_norms(tmp_path), to="linen", rules=[BY_GROUP])
+    texts = [str(difference) for difference in plan.differences]
+    assert len(texts) == 8, texts
+    assert "may put it in any of batch_stats, params" in texts[0]
+    assert "write a rule for each collection" in texts[0]
+
+
+def test_a_rule_that_cannot_be_read_backwards_is_told_once(tmp_path):
+    source = save_standard({"out": {"weight": jnp.ones((2, 3))}}, tmp_path / "x")
+    rule = {"linen": "params/o/.*", "nnx": "params/out/weight"}
+    plan = migration.plan(source, to="linen", rules=[rule])
+    [difference] = plan.differences
+    assert "cannot be read backwards" in difference.detail
 
 
 def test_what_cannot_follow_its_parameter_is_an_error(attention, tmp_path):

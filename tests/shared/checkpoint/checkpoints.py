@@ -11,6 +11,17 @@ from safetensors.numpy import save_file
 
 GOLDENS = pathlib.Path(__file__).resolve().parents[2] / "goldens"
 NAMES = ("qwen3_next_8l", "qwen3_next_6l", "qwen3_next_dense_mix")
+FAMILIES = (
+    "qwen3_5_dense_8l",
+    "qwen3_5_moe_6l",
+    "qwen3_5_moe_8l",
+    "qwen3_5_moe_vl_wrapper",
+    "gemma3_text",
+    "gemma4_dense",
+    "gemma4_moe",
+    "gemma4_ple_kvshare",
+    "deepseek_v3",
+)
 
 # Every axis that can have length 3 has it, so that a wrong axis has the right shape:
 # hidden size, vocabulary, widths, experts, heads, periods and layers of a run.

@@ -12,6 +12,7 @@ from shared.stores.reading import read_whole
 from shared.stores.store import constant
 from tests.shared.checkpoint.checkpoints import (
     ALL_THREES,
+    FAMILIES,
     GOLDENS,
     NAMES,
     keys,
@@ -20,16 +21,69 @@ from tests.shared.checkpoint.checkpoints import (
 )
 
 
-def table(config, fused_experts=False):
-    tensors = hf_names.tensors(config, lambda name: fused_experts)
+def table(config, fused_experts=False, prefix=hf_names.PREFIX):
+    tensors = hf_names.tensors(config, lambda name: fused_experts, prefix)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     assert len(shapes) == len(tensors)
     return shapes
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *FAMILIES])
 def test_names_and_shapes_are_those_of_the_reference(name):
-    assert table(DecoderConfig.from_hf(GOLDENS / name)) == keys(name)
+    config, expected = DecoderConfig.from_hf(GOLDENS / name), keys(name)
+    prefix = hf_names.find_prefix(expected)
+    wrapped = name == "qwen3_5_moe_vl_wrapper"
+    assert prefix == ("model.language_model." if wrapped else "model.")
+    ignored = hf_names.ignored(config, expected)
+    assert {n for n in expected if n.startswith(("mtp.", "model.visual."))} == set(
+        ignored
+    )
+    expected = {n: shape for n, shape in expected.items() if n not in ignored}
+    assert table(config, prefix=prefix) == expected
+
+
+def test_names_in_a_multimodal_file_of_before_have_another_beginning():
+    """Where the head stands in the language model, as Gemma 3's is published."""
+    config = preset("gemma-3-tiny").replace(tie_word_embeddings=False)
+    plain, prefix = table(config), "language_model.model."
+    renamed = {
+        f"language_model.{name}": shape
+        for name, shape in plain.items()  # model.norm.weight, lm_head.weight
+    }
+    assert table(config, prefix=prefix) == renamed
+    assert hf_names.find_prefix(renamed) == prefix
+    tower = "vision_tower.vision_model.embeddings.patch_embedding.weight"
+    assert set(hf_names.ignored(config, [*renamed, tower])) == {tower}
+
+
+def test_a_prefix_that_nobody_has_is_refused():
+    with pytest.raises(ConfigError, match="must be one of.*Got 'decoder.'"):
+        hf_names.check_prefix("decoder.")
+
+
+def test_layers_of_multi_token_prediction_are_told_by_their_names():
+    config = preset("deepseek-v3-tiny")
+    names = [
+        "model.layers.3.input_layernorm.weight",
+        "model.layers.4.eh_proj.weight",
+        "model.layers.4.mlp.experts.0.up_proj.weight",
+        "model.layers.5.input_layernorm.weight",
+    ]
+    assert set(hf_names.ignored(config, names)) == set(names[1:3])
+    assert not hf_names.ignored(preset("gemma-4-tiny"), names)
+
+
+def test_keys_that_a_borrowing_layer_has_in_the_file_are_ignored():
+    config = preset("gemma-4-e-tiny")
+    names = [
+        f"{prefix}layers.{layer}.self_attn.{leaf}.weight"
+        for prefix in ("model.", "model.language_model.")
+        for layer in (5, 6)
+        for leaf in ("k_proj", "v_proj", "k_norm", "q_norm")
+    ]
+    ignored = hf_names.ignored(config, names)
+    assert set(ignored) == {n for n in names if ".6." in n and "q_norm" not in n}
+    assert {why.sort for why in ignored.values()} == {"of keys and values"}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -38,10 +92,21 @@ def test_the_checkpoints_of_these_tests_are_like_the_reference(name):
     assert tensor_shapes(config) == keys(name)
 
 
-def test_fused_names_and_shapes_are_those_of_the_reference():
-    folder = GOLDENS / "qwen3_next_8l" / "fused_experts"
-    stored = {name: tensor.shape for name, tensor in read(folder).items()}
-    assert table(DecoderConfig.from_hf(folder), fused_experts=True) == stored
+@pytest.mark.parametrize(
+    "folder",
+    [
+        "qwen3_next_8l/fused_experts",
+        "qwen3_5_moe_8l/fused_experts",
+        "qwen3_5_moe_vl_wrapper/hub_layout",
+    ],
+)
+def test_fused_names_and_shapes_are_those_of_the_reference(folder):
+    config = DecoderConfig.from_hf(GOLDENS / folder)
+    stored = {name: tensor.shape for name, tensor in read(GOLDENS / folder).items()}
+    for name in hf_names.ignored(config, stored):
+        del stored[name]
+    prefix = hf_names.find_prefix(stored)
+    assert table(config, fused_experts=True, prefix=prefix) == stored
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -85,6 +150,8 @@ def test_layouts_are_undone_by_their_inverse(layout):
         ("model.layers.10.input_layernorm.weight", 10),
         ("model.layers.2.mlp.experts.11.up_proj.weight", 2),
         ("model.norm.weight", None),
+        ("model.language_model.layers.7.layer_scalar", 7),
+        ("language_model.model.layers.8.self_attn.q_norm.weight", 8),
         ("mtp.layers.0.input_layernorm.weight", None),
     ],
 )

@@ -1,9 +1,8 @@
-"""Named configs: the published sizes, and tiny ones of the same shape for tests."""
+"""Qwen3-Next: the published size, and tiny ones of the same shape for tests."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 from shared.config import (
     AttentionConfig,
@@ -14,6 +13,7 @@ from shared.config import (
     MoEConfig,
     RopeConfig,
 )
+from shared.presets.entry import Entry, layers
 
 
 def qwen3_next_80b_a3b() -> DecoderConfig:
@@ -98,45 +98,29 @@ def hybrid_layers(
     num_layers: int, *, period: int = 4, dense_layers: tuple[int, ...] = ()
 ) -> tuple[LayerKind, ...]:
     """Linear attention with every `period`-th layer full, all but a few sparse."""
+    kinds = layers(num_layers, period, "linear_attention", "moe")
     return tuple(
-        LayerKind(
-            "linear_attention" if (i + 1) % period else "full_attention",
-            "dense" if i in dense_layers else "moe",
-        )
-        for i in range(num_layers)
+        LayerKind(kind.mixer, "dense") if i in dense_layers else kind
+        for i, kind in enumerate(kinds)
     )
 
 
-_PRESETS: dict[str, Callable[[], DecoderConfig]] = {
-    "qwen3-next-80b-a3b": qwen3_next_80b_a3b,
-    "qwen3-next-tiny": qwen3_next_tiny,
-    "qwen3-next-8l-tiny": functools.partial(qwen3_next_tiny, 8),
-    "qwen3-next-dense-mix-tiny": functools.partial(
-        qwen3_next_tiny, 8, dense_layers=(0, 5)
+PRESETS = {
+    "qwen3-next-80b-a3b": Entry(qwen3_next_80b_a3b),
+    "qwen3-next-tiny": Entry(qwen3_next_tiny),
+    "qwen3-next-8l-tiny": Entry(functools.partial(qwen3_next_tiny, 8)),
+    "qwen3-next-dense-mix-tiny": Entry(
+        functools.partial(qwen3_next_tiny, 8, dense_layers=(0, 5))
     ),
-    "qwen3-next-dense-prefix-tiny": functools.partial(
-        qwen3_next_tiny, 10, dense_layers=(0,)
+    "qwen3-next-dense-prefix-tiny": Entry(
+        functools.partial(qwen3_next_tiny, 10, dense_layers=(0,))
     ),
-    "qwen3-next-equal-heads-tiny": functools.partial(
-        qwen3_next_tiny, key_heads=3, value_heads=3
+    "qwen3-next-equal-heads-tiny": Entry(
+        functools.partial(qwen3_next_tiny, key_heads=3, value_heads=3)
     ),
-    "qwen3-next-many-values-tiny": functools.partial(
-        qwen3_next_tiny, key_heads=1, value_heads=4, tie_word_embeddings=True
+    "qwen3-next-many-values-tiny": Entry(
+        functools.partial(
+            qwen3_next_tiny, key_heads=1, value_heads=4, tie_word_embeddings=True
+        )
     ),
 }
-
-
-def presets() -> tuple[str, ...]:
-    """Names of all presets."""
-    return tuple(_PRESETS)
-
-
-def preset(name: str) -> DecoderConfig:
-    """The config called `name`.
-
-    Raises:
-      KeyError: there is none of that name; the message lists those there are.
-    """
-    if name not in _PRESETS:
-        raise KeyError(f"No preset {name!r}. There are: {', '.join(_PRESETS)}.")
-    return _PRESETS[name]()
