@@ -526,6 +526,16 @@ def test_a_token_outside_the_vocabulary_gives_nan_and_nothing_at_padding(bad):
             {"segment_ids": np.ones((2, 4), np.int32)},
             ("segment_ids", "(2, 4)", "(2, 3)"),
         ),
+        (
+            np.zeros((2, 3), np.int32),
+            {"positions": np.zeros((2, 2, 3), np.int32)},
+            ("time, height and width", "(2, 2, 3)"),
+        ),
+        (
+            np.zeros((2, 3), np.int32),
+            {"positions": np.zeros((3, 2, 3), np.int32)},
+            ("(3, 2, 3)", "sections=None"),
+        ),
         (np.zeros((2, 3), np.int32), {"cache": (3, 8)}, ("3 rows", "2", "batch size")),
         (np.zeros((2, 9), np.int32), {"cache": (2, 8)}, ("9 tokens", "8 positions")),
         (np.zeros((2, 3), np.int32), {"cache": {}}, ("layout", "init_cache")),

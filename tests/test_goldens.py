@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import shared
+import zoo_linen
+import zoo_nnx
 from parity import decoders, oracle
 from shared.checkpoint import hf_names
 from shared.trees import flatten
@@ -97,6 +99,19 @@ def test_every_gradient_is_the_references(case, scan_layers):
             for tensor in tensors
             if tensor not in ignored
         }, name
+
+
+def test_rematerialised_layers_that_lend_keys_have_the_references_gradients():
+    """Keys go from layer to layer; the backward pass makes them again."""
+    case = "gemma4_ple_kvshare"
+    config, params = load(case, True)
+    pair = decoders.make_pair(config.replace(remat_policy="full"), params)
+    wanted = {k: v for k, v in golden(case).items() if k.split("/")[0] != "fwd"}
+    for apply in (zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)):
+        matches = list(oracle.compare_gradients(config, params, apply, wanted))
+        assert not [m for m in matches if not m.error <= m.tolerance]
+        lent = [m for m in matches if m.name.startswith("grad/norm/model.layers.4.")]
+        assert {m.name.split(".")[-2] for m in lent} >= {"k_proj", "v_proj", "k_norm"}
 
 
 @pytest.mark.parametrize(
