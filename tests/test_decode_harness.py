@@ -46,6 +46,9 @@ CASES = (
     Case("unscanned", lambda: preset("qwen3-next-8l-tiny").replace(scan_layers=False)),
     Case("scanned", lambda: preset("qwen3-next-8l-tiny")),
     Case("scanned_remainder", lambda: preset("qwen3-next-tiny")),
+    Case("gemma_4_experts", lambda: preset("gemma-4-moe-tiny")),
+    Case("gemma_4_borrowed_keys", lambda: preset("gemma-4-e-tiny"), seed=1),
+    Case("deepseek_v3", lambda: preset("deepseek-v3-tiny")),
 )
 FRONTENDS = ("linen", "nnx")
 PROMPT, STEPS, MAX_LENGTH = 5, 5, 32  # a prompt of 5 is filled up to 16
@@ -256,7 +259,7 @@ def switching_tokens():
     return random.integers(0, vocab_size, (2, WHOLE), dtype=np.int32)
 
 
-SWITCHING = CASES[-1]
+SWITCHING = CASES[2]
 
 
 @every_frontend

@@ -330,10 +330,11 @@ def _has_names_already(source: Source, to: str, tree: Tree | None) -> list[str]:
         return []
     names = {name_of(leaf.name) for leaf in source.model}
     wanted = {name_of(leaf.path) for leaf in tree.leaves}
-    model = {leaf.path for leaf in source.model}
-    boxed = model & source.boxed
-    looks = bool(boxed) if to == "nnx" else source.params[-1:] == (PARAMS,)
-    if not wanted or names != wanted or not looks or (to == "linen" and boxed):
+    boxed = not source.boxed.isdisjoint(leaf.path for leaf in source.model)
+    # Linen's checkpoints have a node `params`; NNX's have boxes, and no such node.
+    in_params = source.params[-1:] == (PARAMS,)
+    looks = boxed and not in_params if to == "nnx" else in_params and not boxed
+    if not wanted or names != wanted or not looks:
         return []
     other, api = SIDES[to == "linen"], {"linen": "Linen", "nnx": "NNX"}[to]
     return [

@@ -20,6 +20,7 @@ from flax import linen as nn
 from flax import nnx
 
 import parity.__main__
+from parity import migration
 from parity.diff import diff
 from shared.checkpoint.manifest import find_manifest
 from shared.stores import digest, open_store
@@ -28,7 +29,9 @@ from tests.parity.migrations.models import (
     CNN,
     LIST,
     NNXCNN,
+    STACK,
     NNXList,
+    make_stack,
     save_manager,
     save_standard,
 )
@@ -263,6 +266,25 @@ def test_a_checkpoint_that_is_linens_already_is_told(tmp_path):
     assert "already has" not in out
 
 
+@pytest.mark.parametrize(
+    ("user", "tree", "to", "told"),
+    [
+        (LIST, lambda: nnx.state(NNXList(nnx.Rngs(0))), "nnx", True),
+        (LIST, lambda: {"model": nnx.state(NNXList(nnx.Rngs(0)))}, "nnx", True),
+        (STACK, lambda: nnx.state(make_stack(nnx.Rngs(0))), "linen", False),
+        (STACK, lambda: STACK.state, "nnx", False),  # boxed, and names are the same
+    ],
+)
+def test_only_what_looks_like_the_target_is_told(user, tree, to, told, tmp_path):
+    modules = {
+        "nnx": {"nnx": user.nnx},
+        "linen": {"linen": user.linen, "inputs": user.inputs},
+    }
+    source = save_standard(tree(), tmp_path / "x")
+    plan = migration.plan(source, to=to, **modules[to])
+    assert any("already has the names" in line for line in plan.describe()) is told
+
+
 def test_one_rule_file_leaves_out_rng_state_in_both_directions(tmp_path):
     rules = tmp_path / "rules.toml"
     rules.write_text(
@@ -429,6 +451,7 @@ def start(program, **options):
 FORKING = """
 import json, os, signal, sys, traceback
 import parity.__main__
+from parity import migration
 
 def begin(command):
     pid = os.fork()
