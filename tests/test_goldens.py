@@ -15,6 +15,7 @@ import zoo_linen
 import zoo_nnx
 from parity import decoders, oracle
 from shared.checkpoint import hf_names
+from shared.layers import decoder_layer
 from shared.trees import flatten
 from tests.golden_models import (
     CASES,
@@ -179,9 +180,21 @@ def test_every_layout_gives_the_same_config_and_bytes(
         assert np.array_equal(want[path], have[path]), path
 
 
-def test_mixers_and_feed_forwards_are_the_references():
-    """`capture_intermediates` of Linen, against what the reference's modules gave."""
-    case = "qwen3_next_dense_mix"
+@pytest.mark.parametrize(
+    "case",
+    [
+        "qwen3_next_dense_mix",
+        "qwen3_5_moe_6l",
+        "gemma4_moe",
+        "gemma4_ple_kvshare",
+        "deepseek_v3",
+    ],
+)
+def test_mixers_and_feed_forwards_are_the_references(case):
+    """`capture_intermediates` of Linen, against what the reference's modules gave.
+
+    Of Gemma 4's experts the reference has nothing, of the dense layer beside them all.
+    """
     config, params = load(case, False)
     model = decoders.make_pair(config, params).linen
     tokens = golden(case)["fwd/5/input_ids"]
@@ -193,7 +206,7 @@ def test_mixers_and_feed_forwards_are_the_references():
         )(params, tokens)
     for i, kind in enumerate(config.layers):
         captured = state["intermediates"][f"layers_{i}"]
-        mixer = "self_attn" if kind.mixer == "full_attention" else "linear_attn"
+        mixer = decoder_layer.mixer_name(kind)
         for key, module in (("mixer", mixer), ("mlp", "mlp")):
             (called,) = captured[module]["__call__"]
             output = called[0] if isinstance(called, tuple) else called
