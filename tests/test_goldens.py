@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import shared
+import zoo_nnx
 from parity import decoders, oracle
 from shared.checkpoint import hf_names
 from shared.trees import flatten
@@ -48,6 +49,7 @@ UNSCANNED_GRADIENTS = (
 LAYOUTS = {
     "config_hub_style": (
         *QWEN3_NEXT,
+        "gemma3_text",
         "gemma4_dense",
         "gemma4_moe",
         "gemma4_ple_kvshare",
@@ -57,7 +59,7 @@ LAYOUTS = {
     "hub_layout": ("qwen3_5_moe_vl_wrapper",),
 }
 # Fields of config.json that only the older spelling has.
-OLDER = {"full_attention_interval", "global_head_dim"}
+OLDER = {"full_attention_interval", "global_head_dim", "sliding_window_pattern"}
 
 
 @every_layout
