@@ -23,9 +23,10 @@ QWEN3_5 = (
     "qwen3_5_moe_8l",
     "qwen3_5_moe_vl_wrapper",
 )
+GEMMA_3 = ("gemma3_text",)
 GEMMA_4 = ("gemma4_dense", "gemma4_moe", "gemma4_ple_kvshare")
 DEEPSEEK_V3 = ("deepseek_v3",)
-CASES = (*QWEN3_NEXT, *QWEN3_5, *GEMMA_4, *DEEPSEEK_V3)
+CASES = (*QWEN3_NEXT, *QWEN3_5, *GEMMA_3, *GEMMA_4, *DEEPSEEK_V3)
 FRONTENDS = ("linen", "nnx")
 
 
