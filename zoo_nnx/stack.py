@@ -164,7 +164,7 @@ def _run_groups(
         trees = [None if caches is None else _nested(c) for c in (caches, new_caches)]
         lending = decoder.lend(config, group, context, lent, *trees)
         block = _Block(dict(graphdefs), group, lending, config)
-        inputs = {path: (states[path], told[path]) for path in paths}
+        inputs = tuple({path: tree[path] for path in paths} for tree in (states, told))
         held = None if caches is None else {path: caches[path] for path in paths}
         (x, held, lent), group_results = block.run((x, held, lent), inputs)
         new_caches |= held or {}
@@ -185,7 +185,7 @@ class _Block:
         self.graphdefs, self.group = graphdefs, group
         self.context, self.config = context, config
 
-    def run(self, carry: Carry, inputs: Mapping[RunPath, Any]) -> tuple[Carry, Any]:
+    def run(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
         """The group once, or scanned over its repeats.
 
         Caches of stacked layers are carried whole, and each layer writes into them what
@@ -194,24 +194,26 @@ class _Block:
         if self.group.repeats is None:
             return self(carry, inputs)
         axis = self.config.param_scan_axis
+        states, told = inputs
         xs = {
-            path: ((_to_front(params, axis), _to_front(rest, 0)), told)
-            for path, ((params, rest), told) in inputs.items()
+            path: (_to_front(params, axis), _to_front(rest, 0))
+            for path, (params, rest) in states.items()
         }
-        carry, results = jax.lax.scan(self, carry, xs, length=self.group.repeats)
+        # Weights before what layers are told, which is Linen's order of operands.
+        carry, results = jax.lax.scan(
+            self, carry, (xs, told), length=self.group.repeats
+        )
         return carry, {
             path: (_add_axis_name(owned, STACK_AXES[0]), aux)
             for path, (owned, aux) in results.items()
         }
 
-    def __call__(
-        self, carry: Carry, inputs: Mapping[RunPath, Any]
-    ) -> tuple[Carry, Any]:
+    def __call__(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
         x, caches, lent = carry
         new_caches, results = {}, {}
         for run in self.group.runs:
             path = run_path(self.group, run)
-            states, told = inputs[path]
+            states, told = (tree[path] for tree in inputs)
             carry = x, None if caches is None else caches[path], lent
             step = _layer_step(self.graphdefs[path], self.group, run, self.config)
             run_layers = _scan_layers if run.stacked else _single_layer
