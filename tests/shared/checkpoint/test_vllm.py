@@ -13,7 +13,7 @@ from shared.checkpoint.maxtext import MaxTextLayout, maxtext_scheme
 from shared.checkpoint.scheme import Conversion, units, zoo_scheme
 from shared.checkpoint.vllm import vllm_leaves, vllm_scheme, vllm_tensors
 from shared.config import ConfigError, LayerKind
-from shared.presets import qwen3_next_tiny
+from shared.presets import preset, qwen3_next_tiny
 from shared.stores import CheckpointError, Leaf
 from shared.stores.reading import read_whole
 from shared.stores.tree import array_leaf
@@ -193,3 +193,5 @@ def test_models_that_vllm_does_not_have():
     assert bias.startswith("attention.use_bias=True")
     with pytest.raises(ConfigError, match="other"):
         vllm_scheme(config.replace(family="other"))
+    with pytest.raises(CheckpointError, match="family='qwen3_5_text': .*not known"):
+        vllm_scheme(preset("qwen3.5-tiny"))
