@@ -22,7 +22,7 @@ Part = TypeVar("Part")
 
 LOCAL_MIXERS = ("linear_attention", "sliding_attention")
 MIXERS = (*LOCAL_MIXERS, "full_attention")
-FEED_FORWARDS = ("moe", "dense")
+FEED_FORWARDS = ("moe", "dense", "dense_and_moe")
 
 # What breaks careless comparisons: both zeros, the smallest and the largest subnormal
 # and normal numbers of float32, neighbours of 1, and scores that saturate a softmax.
@@ -130,16 +130,32 @@ def decoder_configs(
       dtypes: from which `param_dtype` and `dtype` are drawn.
     """
     kinds, period = draw(layers(max_layers))
+    latent = draw(st.booleans())
+    if period is None:
+        kinds = draw(_with_borrowers(kinds, latent))
     mixers = {kind.mixer for kind in kinds}
     feed_forwards = {kind.feed_forward for kind in kinds}
     hidden = draw(st.sampled_from((20, 16, 24)))
-    attention = draw(_attention(hidden)) if "full_attention" in mixers else None
+    attention = None
+    if "full_attention" in mixers:
+        attention = draw((_latent_attention if latent else _attention)(hidden))
     sliding = None
     if "sliding_attention" in mixers:
         sliding = draw(_attention(hidden, st.integers(1, 5)))
     delta_net = draw(_delta_net(hidden)) if "linear_attention" in mixers else None
-    moe = draw(_moe(hidden)) if "moe" in feed_forwards else None
+    moe = draw(_moe(hidden)) if feed_forwards - {"dense"} else None
     fields = {
+        "zero_centered_norms": draw(st.booleans()),
+        "output_norms": draw(st.booleans()),
+        "layer_scalar": draw(st.booleans()),
+        "scale_embeddings": draw(st.booleans()),
+        "logit_softcap": draw(st.sampled_from((None, 30.0))),
+        "layer_inputs": draw(
+            st.sampled_from((None, _make(shared.LayerInputConfig, 17, 3)))
+        ),
+        "borrower_mlp": draw(
+            st.sampled_from((None, _make(shared.MLPConfig, hidden, 26)))
+        ),
         "vocab_size": draw(st.integers(13, 31)),
         "tie_word_embeddings": draw(st.booleans()),
         "scan_layers": draw(st.booleans()) if scan_layers is None else scan_layers,
@@ -148,7 +164,7 @@ def decoder_configs(
         "param_dtype": draw(st.sampled_from(tuple(dtypes))),
         "dtype": draw(st.sampled_from(tuple(dtypes))),
     }
-    mlp = _make(shared.MLPConfig, hidden, 13) if "dense" in feed_forwards else None
+    mlp = _make(shared.MLPConfig, hidden, 13) if feed_forwards - {"moe"} else None
     return _make(
         shared.DecoderConfig,
         family="qwen3_next",
@@ -162,6 +178,41 @@ def decoder_configs(
         max_position_embeddings=64,
         scan_period=period,
         **fields,
+    )
+
+
+@st.composite
+def _with_borrowers(
+    draw: st.DrawFn, kinds: tuple[shared.LayerKind, ...], latent: bool
+) -> tuple[shared.LayerKind, ...]:
+    """The last layers, none or as many as may, attend to keys of those before them."""
+    lenders = LOCAL_MIXERS[1:] if latent else MIXERS[1:]
+    most, own = 0, len(kinds)
+    while own > 1 and kinds[own - 1].mixer in lenders:
+        own -= 1
+        before = {kind.mixer for kind in kinds[:own]}
+        if {kind.mixer for kind in kinds[own:]} <= before:
+            most = len(kinds) - own
+    count = draw(st.sampled_from((0, most)))
+    borrow = [
+        _make(shared.LayerKind, k.mixer, k.feed_forward, True)
+        for k in kinds[len(kinds) - count :]
+    ]
+    return (*kinds[: len(kinds) - count], *borrow)
+
+
+@st.composite
+def _latent_attention(draw: st.DrawFn, hidden: int) -> shared.LatentAttentionConfig:
+    return _make(
+        shared.LatentAttentionConfig,
+        hidden_size=hidden,
+        num_heads=draw(st.integers(1, 3)),
+        q_lora_rank=draw(st.sampled_from((None, 5))),
+        kv_lora_rank=draw(st.sampled_from((7, 4))),
+        nope_head_dim=6,
+        value_head_dim=draw(st.sampled_from((5, 6))),
+        rope=_make(shared.RopeConfig, 1e4, 4, interleaved=draw(st.booleans())),
+        use_bias=draw(st.booleans()),
     )
 
 
@@ -180,6 +231,11 @@ def _attention(
         rope=_make(shared.RopeConfig, 1e4, draw(st.sampled_from((4, 0, 2, head_dim)))),
         use_bias=draw(st.booleans()),
         window=None if windows is None else draw(windows),
+        gated=draw(st.booleans()),
+        zero_centered_norms=draw(st.booleans()),
+        value_norm=draw(st.booleans()),
+        keys_are_values=draw(st.booleans()),
+        scale=draw(st.sampled_from((None, 1.0))),
     )
 
 
@@ -195,6 +251,7 @@ def _delta_net(draw: st.DrawFn, hidden: int) -> shared.GatedDeltaNetConfig:
         value_head_dim=draw(st.sampled_from((7, 8))),
         conv_width=draw(st.sampled_from((4, 1, 2))),
         chunk_size=draw(st.sampled_from((4, 16))),
+        grouped_projections=draw(st.booleans()),
     )
 
 
@@ -207,8 +264,14 @@ def _moe(draw: st.DrawFn, hidden: int) -> shared.MoEConfig:
         num_experts=experts,
         experts_per_token=draw(st.integers(1, experts)),
         expert_size=draw(st.sampled_from((9, 12))),
-        shared_expert_size=draw(st.sampled_from((11, 12))),
+        shared_expert_size=draw(st.sampled_from((11, 12, 0))),
         normalize_weights=draw(st.booleans()),
+        shared_expert_gated=draw(st.booleans()),
+        scores=draw(st.sampled_from(("softmax", "sigmoid"))),
+        correction_bias=draw(st.booleans()),
+        scaling_factor=draw(st.sampled_from((1.0, 2.5))),
+        per_expert_scale=draw(st.booleans()),
+        norm_router_input=draw(st.booleans()),
     )
 
 

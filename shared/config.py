@@ -633,6 +633,12 @@ class DecoderConfig:
                     f"layer {index} borrows keys, but no layer before it is of "
                     f"{kind.mixer} with keys of its own: change the kinds."
                 )
+        full = any(k.borrows_keys and k.is_global for k in self.layers)
+        if full and isinstance(self.attention, LatentAttentionConfig):
+            raise ConfigError(
+                "attention is a LatentAttentionConfig, whose layers lend no keys, but "
+                "layers borrow them: give an AttentionConfig, or change the kinds."
+            )
 
     @functools.cached_property
     def lenders(self) -> dict[Mixer, int]:

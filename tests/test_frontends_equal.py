@@ -28,6 +28,7 @@ import zoo_nnx
 from parity import decoders, strategies
 from parity.trees import compare_bytes, compare_structure
 from shared.config import LayerKind
+from shared.layers import decoder
 from shared.params import child_key, map_specs
 from shared.presets import hybrid_layers, qwen3_next_tiny
 from shared.trees import flatten
@@ -136,7 +137,7 @@ def test_specs_hold_every_layer_once_and_unstack_to_the_unscanned_tree(config):
         for i, layer in enumerate(config.plan.unstack(stacked, config.param_scan_axis))
     }
     shapes = {path: leaf.shape for path, leaf in flatten(layers)}
-    outer = ("embed_tokens", "lm_head", "norm")
+    outer = decoder.outer_specs(flat).keys()
     assert shapes == {
         path: leaf.shape
         for path, leaf in flatten(shared.abstract_params(flat))
@@ -525,6 +526,16 @@ def test_a_token_outside_the_vocabulary_gives_nan_and_nothing_at_padding(bad):
             np.zeros((2, 3), np.int32),
             {"segment_ids": np.ones((2, 4), np.int32)},
             ("segment_ids", "(2, 4)", "(2, 3)"),
+        ),
+        (
+            np.zeros((2, 3), np.int32),
+            {"positions": np.zeros((2, 2, 3), np.int32)},
+            ("time, height and width", "(2, 2, 3)"),
+        ),
+        (
+            np.zeros((2, 3), np.int32),
+            {"positions": np.zeros((3, 2, 3), np.int32)},
+            ("(3, 2, 3)", "sections=None"),
         ),
         (np.zeros((2, 3), np.int32), {"cache": (3, 8)}, ("3 rows", "2", "batch size")),
         (np.zeros((2, 9), np.int32), {"cache": (2, 8)}, ("9 tokens", "8 positions")),

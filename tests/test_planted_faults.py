@@ -6,12 +6,7 @@ changes one thing, and has to move the numbers by ten tolerances while Linen and
 still give the same bits.
 """
 
-import contextlib
 import dataclasses
-import functools
-import pathlib
-import types
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +14,6 @@ import numpy as np
 import pytest
 
 import shared
-import zoo_linen
-import zoo_nnx
-from parity import decoders, oracle
 from parity.trees import compare_bytes
 from shared.layers import (
     decoder,
@@ -40,15 +32,19 @@ from shared.ops import (
 )
 from shared.ops import experts as expert_ops
 from shared.plan import LayerPlan
+from tests.planting import (
+    MARGIN,
+    TOLERANCES,
+    change_rope,
+    identity,
+    jax_with,
+    load,
+    measure,
+    planted,
+)
 
-GOLDENS = pathlib.Path(__file__).parent / "goldens"
-TOLERANCES = {"logits": oracle.FORWARD_ATOL, "aux_loss": oracle.LOSS_ATOL}
-# The keys of a golden file with the tokens and the reference's numbers for them.
-SECTIONS = {
-    "logits": ("fwd/65/input_ids", "fwd/65/logits"),
-    "aux_loss": ("loss/input_ids", "loss/aux"),
-}
-MARGIN = 10
+# The section of a golden file with the reference's numbers.
+SECTIONS = {"logits": "fwd/65", "aux_loss": "loss"}
 
 
 # ------------------------------------------------------------------- norms and head
@@ -172,16 +168,6 @@ def attention_sees_the_next_token(patch):
 def rope_missing(patch):
     """No rotary embedding."""
     patch.setattr(grouped_query_attention, "rotate", lambda x, positions, rope: x)
-
-
-def change_rope(patch, change):
-    """`change`: (heads, config of the rotation) -> another config."""
-    original = grouped_query_attention.rotate
-    patch.setattr(
-        grouped_query_attention,
-        "rotate",
-        lambda x, positions, rope: original(x, positions, change(x, rope)),
-    )
 
 
 def rope_pairs_neighbours(patch):
@@ -461,16 +447,6 @@ MODELS = ("qwen3_next_6l", "qwen3_next_8l")
 # ------------------------------------------------------------------------- tools
 
 
-def identity(x):
-    return x
-
-
-def jax_with(**functions):
-    """What a module calls `jax`, with some functions of `jax.nn` changed."""
-    nn = types.SimpleNamespace(**{**vars(jax.nn), **functions})
-    return types.SimpleNamespace(**{**vars(jax), "nn": nn})
-
-
 def tile_heads(x, heads):
     """[B, T, K, ...] with its heads one after the other, again and again."""
     repeats = [1] * x.ndim
@@ -507,52 +483,10 @@ def without_last(plan):
     return dataclasses.replace(plan, groups=plan.groups[:-1])
 
 
-@contextlib.contextmanager
-def planted(fault):
-    """`fault` in place; JAX forgets what it traced before and meanwhile."""
-    try:
-        with pytest.MonkeyPatch.context() as patch:
-            fault(patch)
-            jax.clear_caches()
-            yield
-    finally:
-        jax.clear_caches()
-
-
-class Model(NamedTuple):
-    params: dict
-    frontends: tuple
-    golden: dict
-
-
-@functools.cache
-def load(name):
-    config, params = shared.checkpoint.load_hf(GOLDENS / name)
-    pair = decoders.make_pair(config, params)
-    frontends = zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)
-    return Model(params, frontends, oracle.read_golden(GOLDENS / name / "golden.npz"))
-
-
-def measure(model, what):
-    """What both frontends give, and how far `what` of it is from the reference."""
-    inputs, expected = SECTIONS[what]
-    results = []
-    for apply in model.frontends:
-        # One name: where both frontends lower to the same program, it is compiled once.
-        def forward(params, tokens, apply=apply):
-            output = apply(params, tokens)
-            return {"logits": output.logits, "aux_loss": output.aux_loss}
-
-        with jax.default_matmul_precision("highest"):
-            results.append(jax.jit(forward)(model.params, model.golden[inputs]))
-    reference = model.golden[expected]
-    return results, max(np.abs(result[what] - reference).max() for result in results)
-
-
 @pytest.mark.parametrize("what", SECTIONS)
 @pytest.mark.parametrize("name", MODELS)
 def test_without_a_fault_the_oracle_passes_and_the_frontends_agree(name, what):
-    results, distance = measure(load(name), what)
+    results, distance = measure(load(name), SECTIONS[what], what)
     assert compare_bytes(*results, finite=True).equal
     assert distance <= TOLERANCES[what]
 
@@ -568,7 +502,7 @@ def test_without_a_fault_the_oracle_passes_and_the_frontends_agree(name, what):
 def test_a_fault_fails_the_oracle_while_the_frontends_agree(what, fault):
     model = load(MODELS[fault in NEEDS_TWO_KEY_HEADS])  # before the fault is there
     with planted(fault):
-        results, distance = measure(model, what)
+        results, distance = measure(model, SECTIONS[what], what)
     difference = compare_bytes(*results, finite=True)
     assert difference.equal, difference.differences
     assert MARGIN * TOLERANCES[what] <= distance < np.inf, fault.__doc__

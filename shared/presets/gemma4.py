@@ -118,7 +118,10 @@ def _moe(
 
 
 def gemma_4_26b_a4b() -> DecoderConfig:
-    """google/gemma-4-26B-A4B: 25.2 billion parameters, 3.8 active."""
+    """google/gemma-4-26B-A4B: 25.2 billion parameters, 3.8 active.
+
+    Not verified: max_position_embeddings.
+    """
     return _gemma_4(
         30,
         2816,
@@ -134,7 +137,10 @@ def gemma_4_26b_a4b() -> DecoderConfig:
 
 
 def gemma_4_31b() -> DecoderConfig:
-    """google/gemma-4-31B: 30.7 billion parameters."""
+    """google/gemma-4-31B: 30.7 billion parameters.
+
+    Not verified: max_position_embeddings.
+    """
     return _gemma_4(
         60,
         5376,

@@ -81,6 +81,11 @@ def test_models_lists_every_preset_with_its_size(tmp_path):
     assert all(name in out for name in rows)
     assert rows["qwen3-next-80b-a3b"]["layers"] == 48
     assert f"{rows['qwen3-next-80b-a3b']['parameters']:,}" in out
+    doubted = {name for name, row in rows.items() if row["not_verified"]}
+    assert doubted == {"gemma-4-26b-a4b", "gemma-4-31b"}
+    for name in rows:
+        assert (f"{name}*" in out) == (name in doubted)
+    assert "* gemma-4-31b: not verified: max_position_embeddings" in out
 
 
 def test_check_writes_json_and_markdown(tmp_path):

@@ -52,6 +52,66 @@ def test_a_model_that_does_not_fit_names_field_and_values(changes, words):
         assert word in str(error.value)
 
 
+GEMMA, EXPERTS = shared.preset("gemma-4-e-tiny"), shared.preset("deepseek-v3-tiny")
+SLIDING = shared.LayerKind("sliding_attention", "dense")
+BORROWING = dataclasses.replace(SLIDING, borrows_keys=True)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "words"),
+    [
+        (GEMMA.attention.rope, {"rotary_dim": 7}, ("rotary_dim", "7", "pairs")),
+        (GEMMA.attention.rope, {"turning_pairs": 99}, ("turning_pairs", "99")),
+        (GEMMA.attention.rope, {"sections": (1, 1, 0)}, ("sections", "(1, 1, 0)")),
+        (GEMMA.sliding_attention, {"scale": 0.0}, ("scale", "0.0")),
+        (EXPERTS.moe, {"num_groups": 3}, ("num_experts=8", "num_groups=3")),
+        (EXPERTS.moe, {"num_groups": 8}, ("num_groups=8", "1 expert", "best two")),
+        (EXPERTS.moe, {"groups_per_token": 5}, ("groups_per_token=5", "num_groups=4")),
+        (
+            EXPERTS.moe,
+            {"experts_per_token": 5},
+            ("experts_per_token=5", "4 experts", "groups_per_token=2"),
+        ),
+        (EXPERTS.attention, {"kv_lora_rank": 0}, ("kv_lora_rank", "0")),
+        (EXPERTS.attention.rope.scaling, {"factor": -1.0}, ("factor", "-1.0")),
+        (SLIDING, {"mixer": "linear_attention", "borrows_keys": True}, ("borrow",)),
+    ],
+)
+def test_an_option_that_does_not_fit_names_field_and_values(part, changes, words):
+    with pytest.raises(shared.ConfigError) as error:
+        dataclasses.replace(part, **changes)
+    for word in words:
+        assert word in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ((SLIDING, BORROWING, SLIDING), ("last", "layer 1")),
+        ((BORROWING,), ("layer 0", "sliding_attention", "keys of its own")),
+        (
+            (SLIDING, dataclasses.replace(BORROWING, mixer="full_attention")),
+            ("layer 1", "full_attention"),
+        ),
+    ],
+)
+def test_layers_that_borrow_need_a_lender_and_come_last(layers, words):
+    with pytest.raises(shared.ConfigError) as error:
+        GEMMA.replace(layers=layers)
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_the_last_layer_with_keys_of_its_own_lends_them():
+    """Layers 4 and 5 of 10: the full one, and the sliding one behind it."""
+    assert GEMMA.lenders == {"full_attention": 4, "sliding_attention": 5}
+    assert shared.preset("gemma-4-e2b").lenders == {
+        "sliding_attention": 13,
+        "full_attention": 14,
+    }
+    assert shared.preset("gemma-4-tiny").lenders == {}
+
+
 def test_every_preset_is_a_valid_static_argument():
     for name in shared.presets():
         assert hash(shared.preset(name)) == hash(shared.preset(name))

@@ -275,3 +275,30 @@ def test_a_scalar_of_a_layer_cannot_be_sliced_at_axis_one():
     plan = make_plan((L, L))
     with pytest.raises(ValueError, match="param_scan_axis=0"):
         plan.build(lambda index, kind: {"scale": jnp.float32(1)}, axis=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sectioned(Sort):
+    section: str = "shared"
+
+
+def test_sections_are_grouped_by_themselves():
+    """Gemma 4 E2B in small: three periods, and two of layers of another section."""
+    local, full = Sectioned("linear"), Sectioned("full", is_global=True)
+    plan = make_plan((L, L, F) * 3 + (local, local, full) * 2 + (local,))
+    assert names(plan) == [
+        ("layers", 3, [("local_layers", 2), ("global_layer", 1)]),
+        ("layers_shared", 2, [("local_layers", 2), ("global_layer", 1)]),
+        ("layers_shared_remainder", None, [("local_layers", 1)]),
+    ]
+    assert [place.kind for place in plan.places()][9:12] == [local, local, full]
+    with pytest.raises(PlanError, match="stand apart: layer 2"):
+        make_plan((L, local, L))
+    with pytest.raises(PlanError, match="layer 12 is linear, but layer 9"):
+        make_plan((L, L, F) * 3 + (full, local, local, local), period=3)
+
+
+def test_unscanned_layers_keep_their_numbers_across_sections():
+    plan = make_plan((L, F, Sectioned("linear")), scan_layers=False)
+    assert [group.name for group in plan.groups] == ["layers_0", "layers_1", "layers_2"]
+    assert plan.num_layers == 3

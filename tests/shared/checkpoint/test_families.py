@@ -42,6 +42,11 @@ def stored(variant):
     return read(GOLDENS / variant)
 
 
+@functools.cache
+def loaded(variant, scan_layers=True):
+    return load_hf(GOLDENS / variant, scan_layers)
+
+
 def decoders(tensors):
     """Those of the decoder, under the names that a text model has."""
     return {
@@ -96,7 +101,7 @@ def expected_outer(tensors, leaf):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_leaf_is_its_tensor(variant):
     tensors = decoders(stored(variant))
-    config, params = load_hf(GOLDENS / variant, scan_layers=False)
+    _, params = loaded(variant, scan_layers=False)
     seen = 0
     for path, leaf in flatten(params):
         text = path_text(path)
@@ -113,15 +118,14 @@ def test_every_leaf_is_its_tensor(variant):
 
 @pytest.mark.parametrize("variant", FAMILIES)
 def test_scanned_layers_are_the_unscanned_ones_stacked(variant):
-    _, flat = load_hf(GOLDENS / variant, scan_layers=False)
-    for axis in (0, 1):
-        config, params = load_hf(GOLDENS / variant, param_scan_axis=axis)
-        layers = config.plan.unstack(jax.tree.map(np.asarray, params), axis)
-        for index, layer in enumerate(layers):
-            expected = dict(flatten(flat[f"layers_{index}"]))
-            assert dict(flatten(layer)).keys() == expected.keys()
-            for path, leaf in flatten(layer):
-                np.testing.assert_array_equal(leaf, expected[path])
+    _, flat = loaded(variant, scan_layers=False)
+    config, params = loaded(variant)
+    layers = config.plan.unstack(jax.tree.map(np.asarray, params))
+    for index, layer in enumerate(layers):
+        expected = dict(flatten(flat[f"layers_{index}"]))
+        assert dict(flatten(layer)).keys() == expected.keys()
+        for path, leaf in flatten(layer):
+            np.testing.assert_array_equal(leaf, expected[path])
 
 
 def assert_same_tensors(one, other):
@@ -131,10 +135,10 @@ def assert_same_tensors(one, other):
         assert tensor.tobytes() == other[name].tobytes(), name
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("scan_layers", [True, False])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_a_golden_comes_back_byte_for_byte(tmp_path, variant, scan_layers):
-    config, params = load_hf(GOLDENS / variant, scan_layers)
+    config, params = loaded(variant, scan_layers)
     prefix = "model.language_model." if WRAPPED in variant else "model."
     fused = variant.endswith(("fused_experts", "hub_layout"))
     save_hf(tmp_path / "new", config, params, fused_experts=fused, prefix=prefix)
@@ -149,13 +153,13 @@ def test_a_golden_comes_back_byte_for_byte(tmp_path, variant, scan_layers):
 
 
 def test_gemma_4_has_fused_experts_whatever_is_asked(tmp_path):
-    config, params = load_hf(GOLDENS / "gemma4_moe")
+    config, params = loaded("gemma4_moe")
     save_hf(tmp_path / "new", config, params, fused_experts=True)
     assert_same_tensors(read(tmp_path / "new"), stored("gemma4_moe"))
 
 
 def test_another_prefix_than_there_are_is_refused(tmp_path):
-    config, params = load_hf(GOLDENS / "gemma4_dense")
+    config, params = loaded("gemma4_dense")
     with pytest.raises(ConfigError, match="prefix must be one of"):
         save_hf(tmp_path / "new", config, params, prefix="decoder.")
 
@@ -184,8 +188,10 @@ def test_hugging_face_comes_back_byte_for_byte(tmp_path, variant):
     assert_same_files(again, GOLDENS / variant)
 
 
-@pytest.mark.parametrize("hub_style", [False, True])
-@pytest.mark.parametrize("name", ["gemma3_text", "gemma4_dense", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name, hub_style",
+    [("gemma3_text", True), ("gemma4_dense", False), ("deepseek_v3", True)],
+)
 def test_the_spelling_of_config_json(tmp_path, name, hub_style):
     """The reference's two files of one model, by name of their fields."""
     folder = copy_golden(name, tmp_path / "it")
@@ -265,12 +271,11 @@ def test_what_is_no_part_of_the_decoder_is_told_and_carried_when_asked(
 ):
     caplog.set_level(logging.INFO, "shared")
     folder = with_more(name, tmp_path, extra, **fields)
-    loaded, expected = load_hf(folder)[1], load_hf(GOLDENS / name)[1]
-    assert line in caplog.text
     for (path, leaf), (_, other) in zip(
-        flatten(loaded), flatten(expected), strict=True
+        flatten(load_hf(folder)[1]), flatten(loaded(name)[1]), strict=True
     ):
         np.testing.assert_array_equal(leaf, other, err_msg=path_text(path))
+    assert line in caplog.text
     zoo = run(folder, tmp_path / "zoo", Target("zoo", carry=True))
     assert_same_files(run(zoo, tmp_path / "hf", Target("hf", carry=True)), folder)
     without = run(folder, tmp_path / "without", Target("hf"))
