@@ -15,6 +15,7 @@ from parity.trees import compare_bytes
 from shared.config import LayerKind
 from shared.layers.decoder_layer import LayerAux
 from shared.presets import qwen3_next_tiny
+from shared.presets.qwen3_5 import qwen3_5_tiny
 from shared.trees import flatten
 
 LINEAR = LayerKind("linear_attention", "dense")
@@ -24,7 +25,11 @@ TOKENS = jnp.array([[3, 1, 2], [5, 5, 4]])
 # Two blocks of two local layers and a full one, and a remainder: layers 0 to 6.
 SCANNED = qwen3_next_tiny(7).replace(layers=(LINEAR, LINEAR, FULL) * 2 + (LINEAR,))
 CONFIGS = {"scanned": SCANNED, "unscanned": SCANNED.replace(scan_layers=False)}
-layouts = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+# The same of another family.
+QWEN3_5 = qwen3_5_tiny(7).replace(layers=SCANNED.layers)
+ALL = {**CONFIGS, "qwen3_5": QWEN3_5}
+layouts = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
+families = pytest.mark.parametrize("config", (SCANNED, QWEN3_5), ids=lambda c: c.family)
 
 
 @functools.cache
@@ -45,27 +50,29 @@ def per_layer(config, tree):
 # The decoder as it is.
 
 
-def test_init_with_output_gives_the_real_output():
-    model = zoo_linen.Decoder(SCANNED)
+@families
+def test_init_with_output_gives_the_real_output(config):
+    model = zoo_linen.Decoder(config)
     init = jax.jit(model.init_with_output)
     output, variables = init(jax.random.key(0), TOKENS)
-    assert_documented(variables["params"])
-    expected = jax.jit(model.apply)({"params": params_of(SCANNED)}, TOKENS)
+    assert_documented(variables["params"], config)
+    expected = jax.jit(model.apply)({"params": params_of(config)}, TOKENS)
     np.testing.assert_array_equal(output.logits, expected.logits)
     assert np.std(output.logits) > 0.01
 
 
-def test_eval_shape_and_lazy_init_agree_with_init():
-    model, key = zoo_linen.Decoder(SCANNED), jax.random.key(0)
+@families
+def test_eval_shape_and_lazy_init_agree_with_init(config):
+    model, key = zoo_linen.Decoder(config), jax.random.key(0)
     abstract = jax.eval_shape(model.init, key, TOKENS)["params"]
-    expected = shared.abstract_params(SCANNED)
+    expected = shared.abstract_params(config)
     assert jax.tree.all(
         jax.tree.map(
             lambda a, b: (a.shape, a.dtype) == (b.shape, b.dtype), abstract, expected
         )
     )
     lazy = jax.ShapeDtypeStruct(TOKENS.shape, TOKENS.dtype)
-    assert_documented(model.lazy_init(key, lazy)["params"])
+    assert_documented(model.lazy_init(key, lazy)["params"], config)
 
 
 @pytest.fixture
@@ -130,11 +137,12 @@ def test_capture_intermediates_sees_inside_the_layers(config):
     np.testing.assert_array_equal(jnp.stack(outputs), output.hidden_states.layers)
 
 
-def test_nesting_keeps_the_tree_below_the_name():
+@families
+def test_nesting_keeps_the_tree_below_the_name(config):
     class Scorer(nn.Module):
         @nn.compact
         def __call__(self, tokens):
-            logits = zoo_linen.Decoder(SCANNED, name="decoder")(tokens).logits
+            logits = zoo_linen.Decoder(config, name="decoder")(tokens).logits
             return nn.Dense(1, name="score")(logits)
 
     model = Scorer()
@@ -142,7 +150,7 @@ def test_nesting_keeps_the_tree_below_the_name():
     assert set(variables["params"]) == {"decoder", "score"}
     shapes = [
         jax.tree.map(jnp.shape, tree)
-        for tree in (variables["params"]["decoder"], params_of(SCANNED))
+        for tree in (variables["params"]["decoder"], params_of(config))
     ]
     assert shapes[0] == shapes[1]
     again = jax.jit(model.apply)(variables, TOKENS)

@@ -17,6 +17,7 @@ from parity.trees import compare_bytes
 from shared.config import LayerKind
 from shared.layers.decoder_layer import LayerAux
 from shared.presets import qwen3_next_tiny
+from shared.presets.qwen3_5 import qwen3_5_tiny
 from shared.trees import flatten
 
 LINEAR = LayerKind("linear_attention", "dense")
@@ -26,7 +27,11 @@ TOKENS = jnp.array([[3, 1, 2], [5, 5, 4]])
 # Two blocks of two local layers and a full one, and a remainder: layers 0 to 6.
 SCANNED = qwen3_next_tiny(7).replace(layers=(LINEAR, LINEAR, FULL) * 2 + (LINEAR,))
 CONFIGS = {"scanned": SCANNED, "unscanned": SCANNED.replace(scan_layers=False)}
-layouts = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+# The same of another family.
+QWEN3_5 = qwen3_5_tiny(7).replace(layers=SCANNED.layers)
+ALL = {**CONFIGS, "qwen3_5": QWEN3_5}
+layouts = pytest.mark.parametrize("config", ALL.values(), ids=ALL)
+families = pytest.mark.parametrize("config", (SCANNED, QWEN3_5), ids=lambda c: c.family)
 TRACES = []
 
 
@@ -47,14 +52,15 @@ def loss_of(model, tokens):
 # The decoder as it is.
 
 
-def test_nnx_jit_and_value_and_grad_see_every_parameter():
-    model = build()
+@families
+def test_nnx_jit_and_value_and_grad_see_every_parameter(config):
+    model = build(config)
     logits = nnx.jit(lambda model, tokens: model(tokens).logits)(model, TOKENS)
-    assert logits.shape == (*TOKENS.shape, SCANNED.vocab_size)
+    assert logits.shape == (*TOKENS.shape, config.vocab_size)
     loss, gradient = nnx.jit(nnx.value_and_grad(loss_of))(model, TOKENS)
     assert np.isfinite(loss)
     shapes = jax.tree.map(jnp.shape, nnx.to_pure_dict(gradient))
-    assert shapes == jax.tree.map(jnp.shape, params_of(SCANNED))
+    assert shapes == jax.tree.map(jnp.shape, params_of(config))
     for path, leaf in flatten(nnx.to_pure_dict(gradient)):
         assert np.any(np.asarray(leaf) != 0), path
 
@@ -71,15 +77,17 @@ def train_step(model, optimizer, tokens):
     return loss
 
 
-def test_optimizer_of_all_parameters_lowers_the_loss():
-    model = build()
+@families
+def test_optimizer_of_all_parameters_lowers_the_loss(config):
+    model = build(config)
     optimizer = nnx.Optimizer(model, optax.sgd(jnp.float32(0.5)), wrt=nnx.Param)
     losses = [float(train_step(model, optimizer, TOKENS)) for _ in range(3)]
     assert losses[2] < losses[0]
 
 
-def test_optimizer_of_a_subclass_changes_nothing_else():
-    model = build()
+@families
+def test_optimizer_of_a_subclass_changes_nothing_else(config):
+    model = build(config)
     before = jax.tree.map(np.asarray, zoo_nnx.to_params(model))
     model.norm = Adapter(model.norm.get_value())
     mlp = model.layers.local_layers.mlp
@@ -90,10 +98,11 @@ def test_optimizer_of_a_subclass_changes_nothing_else():
     assert {d.path for d in changed} == {"norm", "layers/local_layers/mlp/up_proj"}
 
 
-def test_state_filters_and_axis_names():
-    model = build(SCANNED.replace(dropout_rate=0.5), rngs=nnx.Rngs(dropout=0))
+@families
+def test_state_filters_and_axis_names(config):
+    model = build(config.replace(dropout_rate=0.5), rngs=nnx.Rngs(dropout=0))
     params, rngs, rest = nnx.state(model, nnx.Param, nnx.RngState, ...)
-    assert compare_bytes(nnx.to_pure_dict(params), params_of(SCANNED)).equal
+    assert compare_bytes(nnx.to_pure_dict(params), params_of(config)).equal
     assert len(jax.tree.leaves(rngs)) == 2
     assert not jax.tree.leaves(rest)
     for path, variable in nnx.to_flat_state(params):
@@ -102,25 +111,30 @@ def test_state_filters_and_axis_names():
     assert all("mlp" in path for path, _ in nnx.to_flat_state(moe))
 
 
-def test_a_clone_is_a_model_of_its_own():
-    model = build()
+@families
+def test_a_clone_is_a_model_of_its_own(config):
+    model = build(config)
     twin = nnx.clone(model)
-    assert compare_bytes(zoo_nnx.to_params(twin), params_of(SCANNED)).equal
+    assert compare_bytes(zoo_nnx.to_params(twin), params_of(config)).equal
     twin.norm.set_value(twin.norm.get_value() + 1)
-    assert compare_bytes(zoo_nnx.to_params(model), params_of(SCANNED)).equal
+    assert compare_bytes(zoo_nnx.to_params(model), params_of(config)).equal
 
 
-def test_eval_shape_makes_no_array():
-    model = nnx.eval_shape(lambda: zoo_nnx.Decoder(SCANNED, rngs=nnx.Rngs(0)))
+@families
+def test_eval_shape_makes_no_array(config):
+    model = nnx.eval_shape(lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0)))
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     assert all(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in leaves)
-    assert len(leaves) == len(list(flatten(params_of(SCANNED))))
+    assert len(leaves) == len(list(flatten(params_of(config))))
 
 
-def test_display_shows_the_tree(capsys):
-    nnx.display(build())
+@families
+def test_display_shows_the_tree(config, capsys):
+    nnx.display(build(config))
     shown = capsys.readouterr().out
-    for name in ("local_layers", "global_layer", "layers_remainder", "in_proj_qkvz"):
+    weights = params_of(config)["layers"]["local_layers"]["linear_attn"]
+    assert any(name.startswith("in_proj_qkv") for name in weights)
+    for name in ("local_layers", "global_layer", "layers_remainder", *weights):
         assert name in shown
 
 
@@ -186,7 +200,7 @@ def test_dropout_masks_are_those_of_linen(config, remat):
     config = config.replace(dropout_rate=0.5, remat_policy=remat)
     np.testing.assert_array_equal(nnx_dropout(config), linen_dropout(config))
     # Another mask would move a logit by far more than rounding does.
-    scanned = SCANNED.replace(dropout_rate=0.5)
+    scanned = config.replace(scan_layers=True, remat_policy="none")
     np.testing.assert_allclose(
         linen_dropout(config), linen_dropout(scanned), rtol=0, atol=1e-5
     )
