@@ -35,7 +35,7 @@ from shared.layers.decoder_cache import (
 )
 from shared.params import ParamSpec
 from shared.plan import LayerPlan, PlanError, make_plan
-from shared.presets import preset, presets
+from shared.presets import not_verified, preset, presets
 from shared.training import Loss, decoder_loss
 
 __all__ = [
@@ -68,6 +68,7 @@ __all__ = [
     "insert_row",
     "logical_axes",
     "make_plan",
+    "not_verified",
     "param_specs",
     "preset",
     "presets",

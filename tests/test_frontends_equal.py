@@ -33,6 +33,17 @@ from shared.params import child_key, map_specs
 from shared.presets import hybrid_layers, qwen3_next_tiny
 from shared.trees import flatten
 
+# Tiny presets, which have every sort of layer that there is.
+FAMILIES = (
+    "qwen3-next-tiny",
+    "qwen3.5-tiny",
+    "qwen3.5-moe-tiny",
+    "gemma-3-tiny",
+    "gemma-4-tiny",
+    "gemma-4-moe-tiny",
+    "gemma-4-e-tiny",
+    "deepseek-v3-tiny",
+)
 BATCH, LENGTH, PADS = 2, 12, 5
 REST = LENGTH - PADS
 LINEAR = LayerKind("linear_attention", "dense")
@@ -122,6 +133,14 @@ def test_trees_of_drawn_configs_are_identical_and_are_the_specs(config):
             flatten(shared.logical_axes(config)), flatten(specs), strict=True
         )
     )
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_is_one_program_in_both_frontends(name):
+    """Forward, loss with gradients, prefill and step: equal for all inputs."""
+    tier = decoders.check_program(decoders.abstract_pair(shared.preset(name)))
+    assert tier.status == "proved", tier.details
+    assert tier.compared.leaves == 4
 
 
 @settings(max_examples=30)

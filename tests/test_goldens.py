@@ -55,13 +55,26 @@ LAYOUTS = {
         "gemma4_dense",
         "gemma4_moe",
         "gemma4_ple_kvshare",
+        "qwen3_5_dense_8l",
+        "deepseek_v3",
     ),
-    "sharded": ("qwen3_next_8l", "qwen3_5_dense_8l", "gemma4_dense", "deepseek_v3"),
+    "sharded": (
+        "qwen3_next_8l",
+        "qwen3_5_dense_8l",
+        "qwen3_5_moe_8l",
+        "gemma4_dense",
+        "deepseek_v3",
+    ),
     "fused_experts": ("qwen3_next_8l", "qwen3_5_moe_8l"),
     "hub_layout": ("qwen3_5_moe_vl_wrapper",),
 }
 # Fields of config.json that only the older spelling has.
-OLDER = {"full_attention_interval", "global_head_dim", "sliding_window_pattern"}
+OLDER = {
+    "full_attention_interval",
+    "global_head_dim",
+    "sliding_window_pattern",
+    "rope_theta",
+}
 
 
 @every_layout
