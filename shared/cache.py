@@ -122,6 +122,34 @@ class KVCache(NamedTuple):
         return jnp.take_along_axis(segment_ids, at[:, None], axis=1)[:, 0]
 
 
+def attended(before: KVCache, after: KVCache, new: Keys, slot: Slot) -> list[Keys]:
+    """What the given tokens attend to: what was cached, and they themselves.
+
+    Args:
+      before: the cache before the call.
+      after: the same with the given tokens in it.
+      new: their keys and values.
+      slot: of the layer, in a stacked cache.
+    """
+    one = new.keys.shape[1] == 1
+    if before.capacity and one and before.keys.dtype == new.keys.dtype:
+        # Read after it is written, or the compiler would write into a copy of it all.
+        return [after.as_keys(slot)]
+    # In a ring, the newest tokens may replace what the first of them see.
+    return [before.as_keys(slot), new]
+
+
+def nan_where_full(
+    y: Float[Array, "B T N H"],
+    cache: KVCache,
+    segment_ids: Int[Array, "B T"],
+    slot: Slot,
+) -> Float[Array, "B T N H"]:
+    """`y`, with NaN in rows that get more tokens than the cache has room for."""
+    full = cache.overflows(segment_ids, slot)[:, None, None, None]
+    return jnp.where(full, jnp.asarray(jnp.nan, y.dtype), y)
+
+
 class GatedDeltaNetCache(NamedTuple):
     """The end of the convolution's input and the recurrent state.
 

@@ -6,6 +6,7 @@ from zoo_linen.decoder_layer import DecoderLayer
 from zoo_linen.function import DecoderFunction, as_function
 from zoo_linen.gated_delta_net import GatedDeltaNet
 from zoo_linen.grouped_query_attention import GroupedQueryAttention
+from zoo_linen.latent_attention import LatentAttention
 from zoo_linen.mlp import MLP
 from zoo_linen.sparse_moe import Experts, SparseMoE
 
@@ -15,8 +16,9 @@ __all__ = [
     "DecoderFunction",
     "DecoderLayer",
     "Experts",
-    "GroupedQueryAttention",
     "GatedDeltaNet",
+    "GroupedQueryAttention",
+    "LatentAttention",
     "SparseMoE",
     "as_function",
     "partitioning",

@@ -5,6 +5,7 @@ from zoo_nnx.decoder_layer import DecoderLayer
 from zoo_nnx.function import DecoderFunction, as_function
 from zoo_nnx.gated_delta_net import GatedDeltaNet
 from zoo_nnx.grouped_query_attention import GroupedQueryAttention
+from zoo_nnx.latent_attention import LatentAttention
 from zoo_nnx.mlp import MLP
 from zoo_nnx.optimizer import load_training_state, training_state
 from zoo_nnx.sparse_moe import Experts, SparseMoE
@@ -16,8 +17,9 @@ __all__ = [
     "DecoderFunction",
     "DecoderLayer",
     "Experts",
-    "GroupedQueryAttention",
     "GatedDeltaNet",
+    "GroupedQueryAttention",
+    "LatentAttention",
     "SparseMoE",
     "as_function",
     "from_params",

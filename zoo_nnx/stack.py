@@ -119,14 +119,14 @@ def run_plan(
     graphdefs, states = {}, {}
     for path, module in modules.items():
         graphdefs[path], *states[path] = nnx.split(module, nnx.Param, ...)
-    by_run = {path: node_at(told, path) for path in modules}
+    layer_inputs = {path: node_at(told, path).input for path in modules}
     held = None
     if cache is not None:
         held = {path: node_at(cache, path) for path in modules}
     static = tuple(sorted(graphdefs.items(), key=lambda item: item[0]))
     lent = decoder.init_lent(config, x)
     (x, held, _), results = _run_groups(
-        static, config, states, (x, held, lent), context, by_run
+        static, config, states, (x, held, lent), context, layer_inputs
     )
 
     aux: dict[str, Any] = {}
@@ -153,9 +153,15 @@ def _run_groups(
     states: Mapping[RunPath, States],
     carry: Carry,
     context: Context,
-    told: Mapping[RunPath, PerLayer],
+    layer_inputs: Mapping[RunPath, Any],
 ) -> tuple[Carry, dict[RunPath, Any]]:
     """The groups in order; results are (owned state, aux) by path of the run."""
+    told = {
+        run_path(group, run): PerLayer(
+            run_indices(group, run), layer_inputs[run_path(group, run)]
+        )
+        for group, run in config.plan.runs()
+    }
     x, caches, lent = carry
     new_caches: dict[RunPath, Any] = {}
     results: dict[RunPath, Any] = {}

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from shared.cache import BorrowedCache, KVCache
+from shared.cache import BorrowedCache, KVCache, attended, nan_where_full
 from shared.config import AttentionConfig
 from shared.context import Context
 from shared.layers.linear import bias_spec, project
@@ -138,15 +138,10 @@ def apply(
     ids, slot = context.segment_ids, context.cache_slot
     order = cache.order(ids, slot)
     extended = cache.extend(*own, ids, slot, ring=ring)
-    if cache.capacity and x.shape[1] == 1 and cache.keys.dtype == own.keys.dtype:
-        # Read after it is written, or the compiler would write into a copy of it all.
-        sources = [extended.as_keys(slot)]
-    else:  # in a ring, the newest tokens may replace what the first of them see
-        sources = [cache.as_keys(slot), Keys(*own, ids, order)]
+    sources = attended(cache, extended, Keys(*own, ids, order), slot)
     y = _attend(q, context, order, sources, config)
     if cache.capacity and not ring:
-        full = cache.overflows(ids, slot)[:, None, None, None]
-        y = jnp.where(full, jnp.asarray(jnp.nan, y.dtype), y)
+        y = nan_where_full(y, cache, ids, slot)
     return _output(weights, y, gate), extended
 
 

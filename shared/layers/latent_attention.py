@@ -16,7 +16,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from shared.cache import KVCache
+from shared.cache import KVCache, attended, nan_where_full
 from shared.config import LatentAttentionConfig, YarnScaling
 from shared.context import Context
 from shared.layers.linear import bias_spec, project
@@ -182,18 +182,14 @@ def _attend_to_latents(
 
     ids, slot = context.segment_ids, context.cache_slot
     order = cache.order(ids, slot)
-    if q.shape[1] == 1 and cache.keys.dtype == joint.dtype:
-        # Read after it is written, or the compiler would write into a copy of it all.
-        sources = [extended.as_keys(slot)]
-    else:
-        sources = [cache.as_keys(slot), Keys(joint, joint, ids, order)]
+    new = Keys(joint, joint[..., :0], ids, order)
+    sources = attended(cache, extended, new, slot)
     # One array twice, of which the rotated part is no value: cut off after the sum.
     sources = [source._replace(values=source.keys) for source in sources]
     y = attention.attend(q, ids, order, sources, scale=_scale(config))
     y = y[..., : config.kv_lora_rank]
 
-    full = cache.overflows(ids, slot)[:, None, None, None]
-    y = jnp.where(full, jnp.asarray(jnp.nan, y.dtype), y)
+    y = nan_where_full(y, cache, ids, slot)
     return jnp.einsum("btnc,cnv->btnv", y, to_values)
 
 

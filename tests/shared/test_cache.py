@@ -278,9 +278,11 @@ def test_caches_of_drawn_configs_have_a_place_for_every_layer(config, room):
         node = functools.reduce(lambda tree, key: tree[key], place.path, cache)
         assert node.position.shape[-1:] == (2,)
         assert all(i < n for i, n in zip(place.slot, node.position.shape, strict=False))
-        if place.kind.mixer == "sliding_attention":
+        if place.kind.borrows_keys:
+            assert node._fields == ("position",)
+        elif place.kind.mixer == "sliding_attention":
             assert node.capacity == min(room, config.sliding_attention.window)
-        if place.kind.mixer == "full_attention":
+        elif place.kind.mixer == "full_attention":
             assert node.capacity == room
         held += 1
     stacks = (
