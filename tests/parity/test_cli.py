@@ -111,14 +111,14 @@ def test_check_writes_json_and_markdown(tmp_path):
 
 
 def test_a_person_who_waits_sees_a_line_for_each_tier(monkeypatch, caplog):
-    command = ["check", "qwen3-next-tiny", "--tiers=tree,program"]
+    command = ["check", "qwen3-next-tiny", "--tiers=tree,init"]
     assert main(*command)[0] == 0
     assert not caplog.messages  # nobody looks
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     assert main(*command)[0] == 0
     assert [text.split(":")[0] for text in caplog.messages] == [
         "tier tree",
-        "tier program",
+        "tier init",
     ]
 
 
