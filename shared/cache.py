@@ -184,10 +184,6 @@ class BorrowedCache(NamedTuple):
         new = jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32)
         return BorrowedCache(put(self.position, take(self.position, slot) + new, slot))
 
-    def last_segment(self, slot: Slot = ()) -> Int[Array, " B"]:
-        """Not held: the first layer of a model, which is asked, has its own keys."""
-        raise NotImplementedError("Ask a layer that has keys of its own.")
-
 
 LayerCache = KVCache | GatedDeltaNetCache | BorrowedCache
 

@@ -156,6 +156,7 @@ def _run_groups(
     layer_inputs: Mapping[RunPath, Any],
 ) -> tuple[Carry, dict[RunPath, Any]]:
     """The groups in order; results are (owned state, aux) by path of the run."""
+    # Indices are made here, so that they are constants of the program, as in Linen's.
     told = {
         run_path(group, run): PerLayer(
             run_indices(group, run), layer_inputs[run_path(group, run)]

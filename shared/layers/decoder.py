@@ -34,7 +34,7 @@ from shared.params import (
     padded,
     shapes,
 )
-from shared.plan import Group, insert, node_at, run_indices, run_path, stack_sizes
+from shared.plan import Group, insert, node_at, run_path, stack_sizes
 from shared.trees import flatten
 
 STACK_AXES = ("blocks", "layers")
@@ -251,12 +251,10 @@ def per_layer(
     inputs = None
     if config.layer_inputs is not None:
         inputs = _layer_inputs(weights, tokens, embedding, context, config)
-    tree: dict[str, Any] = {}
-    for group, run in config.plan.runs():
-        indices = run_indices(group, run)
-        own = None if inputs is None else inputs[indices]
-        insert(tree, run_path(group, run), PerLayer(indices, own))
-    return tree
+    return jax.tree.map(
+        lambda layers: PerLayer(layers, None if inputs is None else inputs[layers]),
+        config.plan.indices(),
+    )
 
 
 def _layer_inputs(

@@ -18,7 +18,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from shared.cache import KVCache, LayerCache, take
+from shared.cache import GatedDeltaNetCache, KVCache, LayerCache, take
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder_layer
 from shared.plan import insert, layer_slots, node_at, run_path, stack_sizes
@@ -135,9 +135,9 @@ def _differences(
     ]
 
 
-def first_layer(config: DecoderConfig, cache: Cache) -> LayerCache:
+def first_layer(config: DecoderConfig, cache: Cache) -> KVCache | GatedDeltaNetCache:
     """The cache of the first layer: all layers agree on positions and segments."""
-    place = config.plan.places()[0]
+    place = config.plan.places()[0]  # which borrows no keys: there is none before it
     return take(node_at(cache, place.path), tuple(map(jnp.int32, place.slot)))
 
 
