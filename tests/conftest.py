@@ -3,6 +3,7 @@
 Warnings are errors, and the markers have their names, in setup.cfg.
 """
 
+import gc
 import importlib.util
 import os
 import pathlib
@@ -38,14 +39,23 @@ if jax.__version_info__ < (0, 11):  # a later XLA ends the process over these
     ]
 os.environ.setdefault("XLA_FLAGS", " ".join(_xla_flags))
 
+# Compiled programs stay: to look through all of them for garbage at Python's own pace
+# took a twentieth of the time.
+gc.set_threshold(20_000, 10, 50)
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Shapes in signatures are checked at every call. Only modules imported from here on are
-# seen, and a hook that came too late would say nothing.
+# seen, and a hook that came too late would say nothing. Where no signature has a shape,
+# such as in the formats of checkpoints, checks would cost more than the work.
+CHECKED = tuple(
+    f"shared.{name}"
+    for name in ("cache", "context", "generation", "layers", "ops", "training")
+)
 if "shared" in sys.modules:
     raise ImportError("shared was imported before tests/conftest.py could check it.")
-jaxtyping.install_import_hook("shared", "beartype.beartype")
+jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
 
 # No deadline: the first example of a test compiles. --hypothesis-profile overrides.
 hypothesis.settings.register_profile("dev", deadline=None)

@@ -49,12 +49,23 @@ def frontend(case: str, scan_layers: bool, name: str):
     return zoo_nnx.as_function(pair.nnx)
 
 
-# Both frontends lower to one program, which is compiled once if they run in one test.
-every_layout = pytest.mark.parametrize(
-    ("case", "scan_layers"),
-    [
-        pytest.param(case, scan, id=f"{case}-{'scanned' if scan else 'unscanned'}")
-        for case in CASES
-        for scan in (True, False)
-    ],
-)
+def layouts(case: str) -> tuple[bool, ...]:
+    """Whether layers are scanned: yes, and no where that is another plan."""
+    config = shared.DecoderConfig.from_hf(GOLDENS / case)
+    unscanned = config.replace(scan_layers=False)
+    return (True,) if config.plan == unscanned.plan else (True, False)
+
+
+def in_layouts(*cases: str):
+    """Parametrises a test with the cases, each in all its layouts.
+
+    Both frontends lower to one program, which is compiled once if they run in one test.
+    """
+    return pytest.mark.parametrize(
+        ("case", "scan_layers"),
+        [
+            pytest.param(case, scan, id=f"{case}-{'scanned' if scan else 'unscanned'}")
+            for case in cases
+            for scan in layouts(case)
+        ],
+    )
