@@ -507,6 +507,10 @@ class DecoderConfig:
         "names:a,b" to save only the values so named.
       param_dtype: dtype of new parameters; a few stay at least float32 (`ParamSpec`).
       dtype: dtype of activations.
+      axis_rules: where activations stand on the mesh at hand (`shared.sharding`); ():
+        nothing is said of them.
+      expert_chunks: on a mesh, in how many parts a device gathers the weights of a
+        layer's experts: what it holds at once is a part.
     """
 
     family: str
@@ -541,6 +545,8 @@ class DecoderConfig:
     remat_policy: str = "none"
     param_dtype: str = "float32"
     dtype: str = "float32"
+    axis_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
+    expert_chunks: int = 1
 
     def __post_init__(self):
         _positive(
@@ -572,6 +578,10 @@ class DecoderConfig:
         if self.param_scan_axis not in (0, 1):
             raise ConfigError(
                 f"param_scan_axis must be 0 or 1. Got {self.param_scan_axis}."
+            )
+        if self.expert_chunks < 1:
+            raise ConfigError(
+                f"expert_chunks must be at least 1. Got {self.expert_chunks}."
             )
         self._check_parts()
         self._check_borrowers()

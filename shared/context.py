@@ -11,8 +11,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Int
+
+from shared.sharding import AxisRules, activation_spec, constrain
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +34,8 @@ class Context:
       lent: the keys that layers of a mixer borrow (`LentKeys`), by mixer.
       dropout_key: key of the whole model for this call; None: no dropout.
       want_hidden: whether layers return their output in `LayerAux.hidden`.
+      axis_rules: where activations stand on the mesh at hand (`shared.sharding`).
+      expert_chunks: in how many parts a device gathers the weights of experts.
     """
 
     positions: Array
@@ -41,6 +46,8 @@ class Context:
     lent: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     dropout_key: Array | None = None
     want_hidden: bool = dataclasses.field(default=False, metadata={"static": True})
+    axis_rules: AxisRules = dataclasses.field(default=(), metadata={"static": True})
+    expert_chunks: int = dataclasses.field(default=1, metadata={"static": True})
 
     @property
     def deterministic(self) -> bool:
@@ -61,6 +68,14 @@ class Context:
             layer_input=layer_input,
         )
 
+    def constrain(self, x: Array, *names: str | None) -> Array:
+        """Says where an activation stands, by the names of its dimensions."""
+        return constrain(x, names, self.axis_rules)
+
+    def activation_spec(self, x: Array, *names: str | None) -> PartitionSpec | None:
+        """Where an activation stands; None: there are no rules or no mesh."""
+        return activation_spec(x.shape, names, self.axis_rules)
+
     def layer_dropout_key(self) -> Array:
         """The dropout key of this layer: equal in every layout and frontend."""
         if self.dropout_key is None:
@@ -77,6 +92,8 @@ class Context:
         segment: Array | None = None,
         dropout_key: Array | None = None,
         want_hidden: bool = False,
+        axis_rules: AxisRules = (),
+        expert_chunks: int = 1,
     ) -> Context:
         """A context for inputs of `shape`, with what is not given filled in.
 
@@ -124,6 +141,8 @@ class Context:
             layer_index=jnp.int32(0),
             dropout_key=dropout_key,
             want_hidden=want_hidden,
+            axis_rules=axis_rules,
+            expert_chunks=expert_chunks,
         )
 
 

@@ -14,6 +14,8 @@ import jax
 import jaxtyping
 import pytest
 
+from tests import typechecker
+
 _CHECKOUT = pathlib.Path(__file__).resolve().parent.parent
 
 # The environment may say otherwise, and commands that tests start inherit these. The
@@ -55,7 +57,9 @@ CHECKED = tuple(
 )
 if "shared" in sys.modules:
     raise ImportError("shared was imported before tests/conftest.py could check it.")
-jaxtyping.install_import_hook(CHECKED, "beartype.beartype")
+jaxtyping.install_import_hook(
+    CHECKED, f"{typechecker.__name__}.{typechecker.check.__name__}"
+)
 
 # No deadline: the first example of a test compiles. --hypothesis-profile overrides.
 hypothesis.settings.register_profile("dev", deadline=None)

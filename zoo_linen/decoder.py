@@ -56,6 +56,7 @@ class Decoder(nn.Module):
         logits_at: Int[Array, "B N"] | None = None,
         deterministic: bool = True,
         output_hidden_states: bool = False,
+        output_logits: bool = True,
     ) -> DecoderOutput:
         """Logits and what the layers say on the way.
 
@@ -73,6 +74,8 @@ class Decoder(nn.Module):
             None: all.
           deterministic: False draws dropout from the `dropout` stream.
           output_hidden_states: whether to return the residual stream after each layer.
+          output_logits: False gives what the head makes logits of instead, for losses
+            that never hold them all.
         """
         config, tokens = self.config, jnp.asarray(tokens)
         context = decoder.create_context(
@@ -102,7 +105,16 @@ class Decoder(nn.Module):
             )
             x, new_cache[group.name], lent = carry
         held = None if cache is None else new_cache
-        return decoder.output(weights, embedding, x, held, aux, config, logits_at)
+        return decoder.output(
+            weights,
+            embedding,
+            x,
+            held,
+            aux,
+            config,
+            logits_at,
+            output_logits=output_logits,
+        )
 
     def logical_axes(self) -> dict[str, Any]:
         """The logical axis names of every parameter of the zoo's own layers."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax.typing import ArrayLike
+from jaxtyping import PRNGKeyArray
 
 from shared.config import DecoderConfig
 from shared.layers.decoder import DecoderOutput
@@ -25,10 +26,20 @@ class DecoderFunction:
         return self.model.config
 
     def __call__(
-        self, params: Mapping[str, Any], tokens: ArrayLike, **options: Any
+        self,
+        params: Mapping[str, Any],
+        tokens: ArrayLike,
+        *,
+        dropout_key: PRNGKeyArray | None = None,
+        **options: Any,
     ) -> DecoderOutput:
-        """Calls the decoder; `options` are those of its own call."""
-        output: Any = self.model.apply({"params": params}, tokens, **options)
+        """Calls the decoder; `options` are those of its own call.
+
+        With `dropout_key` there is dropout, drawn from it.
+        """
+        rngs = None if dropout_key is None else {"dropout": dropout_key}
+        options.setdefault("deterministic", rngs is None)
+        output: Any = self.model.apply({"params": params}, tokens, rngs=rngs, **options)
         return output
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import linen as nn
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from shared.config import MoEConfig
 from shared.context import Context
@@ -32,10 +32,10 @@ class Experts(nn.Module):
         self.weights = declare(self, experts.param_specs(self.config), self.param_dtype)
 
     def __call__(
-        self, x: Float[Array, "n D"], routing: Routing, real: Bool[Array, " n"]
-    ) -> Float[Array, "n D"]:
+        self, x: Float[Array, "B T D"], routing: Routing, context: Context
+    ) -> Float[Array, "B T D"]:
         """The weighted sum of each token's experts."""
-        return experts.apply(self.weights, x, routing, real, config=self.config)
+        return experts.apply(self.weights, x, routing, context, config=self.config)
 
 
 class SparseMoE(nn.Module):

@@ -75,6 +75,7 @@ class Decoder(nnx.Module):
         logits_at: Int[Array, "B N"] | None = None,
         deterministic: bool | None = None,
         output_hidden_states: bool = False,
+        output_logits: bool = True,
         rngs: nnx.Rngs | None = None,
     ) -> DecoderOutput:
         """Logits and what the layers say on the way.
@@ -93,6 +94,8 @@ class Decoder(nnx.Module):
             None: all.
           deterministic: whether dropout is off; None: as set by `train()` and `eval()`.
           output_hidden_states: whether to return the residual stream after each layer.
+          output_logits: False gives what the head makes logits of instead, for losses
+            that never hold them all.
           rngs: a `dropout` stream to use instead of the model's own.
         """
         config, tokens = self.config, jnp.asarray(tokens)
@@ -111,7 +114,16 @@ class Decoder(nnx.Module):
         embedding = decoder.embed(weights, tokens, context, config)
         told = decoder.per_layer(weights, tokens, embedding, context, config)
         x, cache, aux = run_plan(self, config, embedding, context, cache, told)
-        return decoder.output(weights, embedding, x, cache, aux, config, logits_at)
+        return decoder.output(
+            weights,
+            embedding,
+            x,
+            cache,
+            aux,
+            config,
+            logits_at,
+            output_logits=output_logits,
+        )
 
     def logical_axes(self) -> dict[str, Any]:
         """The logical axis names of every parameter of the zoo's own layers."""

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 from jax.typing import ArrayLike
+from jaxtyping import PRNGKeyArray
 
 from shared.config import DecoderConfig
 from shared.layers.decoder import DecoderOutput
@@ -34,13 +35,21 @@ class DecoderFunction:
     others: tuple[nnx.State, ...]
 
     def __call__(
-        self, params: Mapping[str, Any], tokens: ArrayLike, **options: Any
+        self,
+        params: Mapping[str, Any],
+        tokens: ArrayLike,
+        *,
+        dropout_key: PRNGKeyArray | None = None,
+        **options: Any,
     ) -> DecoderOutput:
         """Calls the decoder; `options` are those of its own call.
 
-        As in Linen, dropout is off unless asked for, whatever `train()` has set.
+        With `dropout_key` there is dropout, drawn from it. As in Linen, there is none
+        otherwise, whatever `train()` has set.
         """
-        options.setdefault("deterministic", True)
+        if dropout_key is not None:
+            options["rngs"] = nnx.Rngs(dropout=dropout_key)
+        options.setdefault("deterministic", dropout_key is None)
         state = jax.tree.map(lambda leaf: leaf, self.abstract)
         nnx.replace_by_pure_dict(state, dict(params))
         fresh = jax.tree.map(lambda leaf: leaf, self.others)

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from shared.config import MoEConfig
 from shared.context import Context
@@ -27,11 +27,11 @@ class Experts(nnx.Module):
         declare(self, experts.param_specs(config), params_key(rngs), param_dtype)
 
     def __call__(
-        self, x: Float[Array, "n D"], routing: Routing, real: Bool[Array, " n"]
-    ) -> Float[Array, "n D"]:
+        self, x: Float[Array, "B T D"], routing: Routing, context: Context
+    ) -> Float[Array, "B T D"]:
         """The weighted sum of each token's experts."""
         weights = values(self, experts.param_specs(self.config))
-        return experts.apply(weights, x, routing, real, config=self.config)
+        return experts.apply(weights, x, routing, context, config=self.config)
 
 
 class SparseMoE(nnx.Module):

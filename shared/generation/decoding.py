@@ -120,6 +120,7 @@ def prefill(
             cache=cache,
             logits_at=last[:, None],
         )
+        assert output.logits is not None
         return output.cache, (output.logits[:, 0], real.any(axis=1))
 
     whole = ids, segments, places

@@ -58,19 +58,22 @@ class DecoderOutput(NamedTuple):
     """What a decoder gives.
 
     Attributes:
-      logits: [B, T, V], at least float32; [B, N, V] at the places asked for.
+      logits: [B, T, V], at least float32; [B, N, V] at the places asked for; None if
+        not wanted.
       cache: the cache given, continued; None if none was given.
       aux_loss: load-balance loss of all mixture layers together, not yet weighted;
         None for a model without experts.
       router_logits: [L', B, T, E] of the L' mixture layers in order; None likewise.
       hidden_states: None unless asked for.
+      features: [B, T, D], what the head makes logits of (`logits_of`); None if it did.
     """
 
-    logits: Float[Array, "B T V"]
+    logits: Float[Array, "B T V"] | None
     cache: Any
     aux_loss: Float[Array, ""] | None
     router_logits: Float[Array, "L B T E"] | None
     hidden_states: HiddenStates | None
+    features: Float[Array, "B T D"] | None = None
 
 
 def outer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
@@ -199,7 +202,8 @@ def embed(
     are moved out of reach of Python's counting from the end, as are those of padding.
     """
     scale = config.hidden_size**0.5 if config.scale_embeddings else None
-    return _rows(weights["embed_tokens"], tokens, context, config, scale)
+    x = _rows(weights["embed_tokens"], tokens, context, config, scale)
+    return context.constrain(x, "batch", "length", "embed")
 
 
 def _rows(
@@ -344,6 +348,7 @@ def create_context(
       ValueError: the cache is of another config or batch size, or has no room for the
         tokens (see `decoder_cache.check_room`).
     """
+    given |= {"axis_rules": config.axis_rules, "expert_chunks": config.expert_chunks}
     if cache is None:
         return Context.create(tokens.shape, **given)
     check_cache(config, cache, *tokens.shape[:1])
@@ -366,9 +371,23 @@ def head(
     weights: Mapping[str, Array], x: Float[Array, "B T D"], config: DecoderConfig
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T V"]]:
     """Final norm and logits, these in at least float32."""
+    x = final_norm(weights, x, config)
+    return x, logits_of(weights, x, config)
+
+
+def final_norm(
+    weights: Mapping[str, Array], x: Float[Array, "B T D"], config: DecoderConfig
+) -> Float[Array, "B T D"]:
+    """The norm before the head."""
     zero_centered = config.zero_centered_norms
-    x = normalize(x, weights["norm"], config.norm_eps, zero_centered=zero_centered)
-    return x, _cap(_logits(weights, x, config), config.logit_softcap)
+    return normalize(x, weights["norm"], config.norm_eps, zero_centered=zero_centered)
+
+
+def logits_of(
+    weights: Mapping[str, Array], features: Float[Array, "B T D"], config: DecoderConfig
+) -> Float[Array, "B T V"]:
+    """Logits of what `final_norm` gave, in at least float32."""
+    return _cap(_logits(weights, features, config), config.logit_softcap)
 
 
 def _cap(logits: Array, cap: float | None) -> Array:
@@ -399,6 +418,8 @@ def output(
     aux: Mapping[str, Any],
     config: DecoderConfig,
     logits_at: Array | None = None,
+    *,
+    output_logits: bool = True,
 ) -> DecoderOutput:
     """Logits from the last layer's output, with what the layers said on the way.
 
@@ -410,19 +431,23 @@ def output(
       aux: `LayerAux` of the layers, in the layout of the plan, stack axes first.
       config: of the model.
       logits_at: [B, N], the places in each row whose logits are wanted; None: all.
+      output_logits: False gives what they are made of instead.
     """
-    normed, logits = head(weights, select(x, logits_at), config)
+    normed = final_norm(weights, select(x, logits_at), config)
+    logits = logits_of(weights, normed, config) if output_logits else None
+    features = None if output_logits else normed
     router = config.plan.gather(aux, lambda layer: layer.router)
     hidden = config.plan.gather(aux, lambda layer: layer.hidden)
     states = None if hidden is None else HiddenStates(embedding, hidden, normed)
     if router is None:
-        return DecoderOutput(logits, cache, None, None, states)
+        return DecoderOutput(logits, cache, None, None, states, features)
     return DecoderOutput(
         logits=logits,
         cache=cache,
         aux_loss=load_balance_loss(router.stats),
         router_logits=router.logits,
         hidden_states=states,
+        features=features,
     )
 
 

@@ -204,6 +204,7 @@ def apply(
     if config.output_norms:
         y = _norm(y, weights, "post_feedforward_layernorm", config)
     x = x + _drop(y, context, config, 1)
+    x = context.constrain(x, "batch", "length", "embed")
 
     if config.layer_inputs is not None:
         x = x + _layer_input(weights, x, context, config)

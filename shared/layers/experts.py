@@ -1,15 +1,18 @@
 """The routed experts of a mixture: gated feed-forward layers side by side.
 
-n tokens, A experts a token, E experts, D model width, F expert width.
+B batch, T time, A experts a token, E experts, D model width, F expert width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
+from shared import sharding
 from shared.config import MoEConfig
+from shared.context import Context
+from shared.layers.sharded_experts import sharded_expert_mlp
 from shared.ops.experts import expert_mlp
 from shared.ops.routing import Routing
 from shared.params import ParamSpec, normal
@@ -29,20 +32,47 @@ def param_specs(config: MoEConfig) -> dict[str, ParamSpec]:
 
 def apply(
     weights: Mapping[str, Array],
-    x: Float[Array, "n D"],
+    x: Float[Array, "B T D"],
     routing: Routing,
-    real: Bool[Array, " n"],
+    context: Context,
     *,
     config: MoEConfig,
-) -> Float[Array, "n D"]:
-    """The weighted sum of each token's experts; padding gets zeros, no work is done."""
-    return expert_mlp(
-        x,
+) -> Float[Array, "B T D"]:
+    """The weighted sum of each token's experts; padding gets zeros, no work is done.
+
+    Args:
+      weights: of `param_specs`.
+      x: the normalised residual stream.
+      routing: of the tokens in order, [B T, A].
+      context: says what is padding, and where the arrays stand on a mesh.
+      config: of the layer.
+    """
+    gate, up, down = (weights[f"{name}_proj"] for name in ("gate", "up", "down"))
+    real = context.segment_ids > 0
+    spec = context.activation_spec(x, "batch", "length", "embed")
+    if spec is not None:
+        specs, rules = param_specs(config), context.axis_rules
+        shape = *x.shape[:2], routing.experts.shape[1]
+        return sharded_expert_mlp(
+            x,
+            routing.experts.reshape(shape),
+            routing.weights.reshape(shape),
+            real,
+            (gate, up, down),
+            tokens_at=spec,
+            inward_at=sharding.partition_spec_here(specs["gate_proj"].axes, rules),
+            outward_at=sharding.partition_spec_here(specs["down_proj"].axes, rules),
+            chunks=context.expert_chunks,
+            activation=config.activation,
+        )
+    y = expert_mlp(
+        x.reshape(-1, x.shape[-1]),
         routing.experts,
         routing.weights,
-        weights["gate_proj"].astype(x.dtype),
-        weights["up_proj"].astype(x.dtype),
-        weights["down_proj"].astype(x.dtype),
-        real,
+        gate.astype(x.dtype),
+        up.astype(x.dtype),
+        down.astype(x.dtype),
+        real.reshape(-1),
         activation=config.activation,
     )
+    return y.reshape(x.shape)

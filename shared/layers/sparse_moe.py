@@ -11,7 +11,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Float
 
 from shared.config import MoEConfig
 from shared.context import Context
@@ -20,7 +20,7 @@ from shared.ops.norm import rms_norm
 from shared.ops.routing import RouterStats, Routing, route, router_stats
 from shared.params import ParamSpec, constant, normal
 
-Experts = Callable[[Array, Routing, Bool[Array, " n"]], Array]
+Experts = Callable[[Array, Routing, Context], Array]
 
 
 class RouterAux(NamedTuple):
@@ -93,7 +93,7 @@ def apply(
         scaling_factor=config.scaling_factor,
         per_expert_scale=weights.get("per_expert_scale"),
     )
-    y = experts(tokens, routing, real).reshape(x.shape)
+    y = experts(x, routing, context)
     if shared_expert is not None:
         y = y + _shared(weights, x, shared_expert)
     aux = RouterAux(

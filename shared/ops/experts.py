@@ -47,23 +47,59 @@ def expert_mlp(
         real: False at padding, which is not computed: exact zeros, zero gradients.
         activation: Its name (see `shared.ops.activation`).
     """
-    tokens, choices = experts.shape
-    dtype = np.promote_types(x.dtype, np.float32)
-    order, place, sizes = _sort_by_expert(experts, real, gate_proj.shape[0])
-
-    repeated = jnp.where(real[:, None], x, 0)[:, None]
-    repeated = jnp.broadcast_to(repeated, (tokens, choices, x.shape[1]))
-    rows = _permute(repeated.reshape(-1, x.shape[1]), order, place)
-    scale = jnp.where(real[:, None], weights, 0).astype(dtype)
-    scale = _permute(scale.reshape(-1, 1), order, place)
-
-    small = tokens * choices <= MOST_ROWS * gate_proj.shape[0]
+    routed = rows_by_expert(x, experts, weights, real, gate_proj.shape[0])
+    small = routed.order.size <= MOST_ROWS * gate_proj.shape[0]
     mlp = mlp_of_small_groups if small else mlp_by_matrix
+    rows, scale, sizes = routed.rows, routed.scale, routed.sizes
     y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes, activation)
+    return sum_by_token(y, routed, real)
 
-    y = _permute(y, place, order).reshape(tokens, choices, -1)
-    y = jnp.where(real[:, None, None], y, 0)
-    return jnp.sum(y, axis=1, dtype=dtype).astype(x.dtype)
+
+class RoutedRows(NamedTuple):
+    """The pairs (token, choice), sorted by expert; those of padding come last.
+
+    Attributes:
+        rows: The pairs' tokens; zeros at padding.
+        scale: Their weights.
+        sizes: How many pairs each expert has.
+        order: Sorted position -> pair.
+        place: Pair -> sorted position.
+    """
+
+    rows: Float[Array, "R D"]
+    scale: Float[Array, "R 1"]
+    sizes: Int[Array, " E"]
+    order: Int[Array, " R"]
+    place: Int[Array, " R"]
+
+
+def rows_by_expert(
+    x: Float[Array, "n D"],
+    experts: Int[Array, "n A"],
+    weights: Float[Array, "n A"],
+    real: Bool[Array, " n"],
+    count: int,
+) -> RoutedRows:
+    """A row for each of the experts that a token goes to, of `count` experts."""
+    dtype = np.promote_types(x.dtype, np.float32)
+    order, place, sizes = _sort_by_expert(experts, real, count)
+    repeated = jnp.where(real[:, None], x, 0)[:, None]
+    repeated = jnp.broadcast_to(repeated, (*experts.shape, x.shape[1]))
+    rows = permute(repeated.reshape(-1, x.shape[1]), order, place)
+    scale = jnp.where(real[:, None], weights, 0).astype(dtype)
+    scale = permute(scale.reshape(-1, 1), order, place)
+    return RoutedRows(rows, scale, sizes, order, place)
+
+
+def sum_by_token(
+    y: Float[Array, "R D"], routed: RoutedRows, real: Bool[Array, " n"]
+) -> Float[Array, "n D"]:
+    """The sum of each token's rows; zeros at padding."""
+    dtype = np.promote_types(y.dtype, np.float32)
+    pairs = permute(y, routed.place, routed.order)
+    pairs = pairs.reshape(real.shape[0], -1, y.shape[1])
+    pairs = jnp.where(real[:, None, None], pairs, 0)
+    return jnp.sum(pairs, axis=1, dtype=dtype).astype(y.dtype)
 
 
 def mlp_by_matrix(
@@ -383,7 +419,7 @@ def _sort_by_expert(
 
 
 @jax.custom_vjp
-def _permute(
+def permute(
     x: Float[Array, "R D"], order: Int[Array, " R"], inverse: Int[Array, " R"]
 ) -> Float[Array, "R D"]:
     """`x[order]`, whose gradient is a gather too: no scatter, hence one fixed order."""
@@ -398,4 +434,4 @@ def _permute_backward(inverse, gradient):
     return gradient[inverse], None, None
 
 
-_permute.defvjp(_permute_forward, _permute_backward)
+permute.defvjp(_permute_forward, _permute_backward)
