@@ -28,6 +28,7 @@ from parity.cli import (
     inspect,
     migrate,
     models,
+    shardings,
     suggest,
 )
 from parity.mapping.rules import RuleError
@@ -37,6 +38,7 @@ from parity.programs.program import ProgramError
 from parity.reporting.baseline import BaselineError
 from parity.reporting.gate import GateError
 from parity.zoo import TargetError
+from shared.sharding import ShardingError
 
 COMMANDS = {
     "check": check,
@@ -48,6 +50,7 @@ COMMANDS = {
     "golden": golden,
     "inspect": inspect,
     "migrate": migrate,
+    "shardings": shardings,
     "suggest": suggest,
 }
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.
@@ -63,6 +66,7 @@ BAD_INPUT = (
     shared.checkpoint.CheckpointError,
     shared.ConfigError,
     shared.PlanError,
+    ShardingError,
     flags.Error,
     OSError,
 )

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from shared.trees import flatten, path_text
@@ -37,6 +37,9 @@ AXIS_RULES: AxisRules = (
     ("blocks", None),
     ("layers", None),
 )
+
+
+MOST_SHOWN = 20  # lines of one sort in an error message
 
 
 class ShardingError(ValueError):
@@ -72,7 +75,7 @@ def partition_spec(
     found: dict[str, tuple[str, ...]] = {}
     taken: set[str] = set()
     for name, axes in rules:
-        present = tuple(axis for axis in _as_tuple(axes) if axis in mesh_axes)
+        present = tuple(axis for axis in as_tuple(axes) if axis in mesh_axes)
         fits = axes is None or (present and not taken & set(present))
         if name in names and name not in found and fits:
             found[name] = present
@@ -99,7 +102,8 @@ def _check_names(names: Names, rules: AxisRules) -> None:
         )
 
 
-def _as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
+    """The mesh axes of a rule or of an entry of a `PartitionSpec`; none: ()."""
     if axes is None:
         return ()
     return (axes,) if isinstance(axes, str) else tuple(axes)
@@ -149,7 +153,7 @@ def make_mesh(
 def tree_shardings(
     shapes: Mapping[str, Any],
     axes: Mapping[str, Any],
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     rules: AxisRules = AXIS_RULES,
 ) -> dict[str, Any]:
     """The sharding of every leaf.
@@ -161,7 +165,7 @@ def tree_shardings(
       rules: see `partition_spec`.
 
     Raises:
-      ShardingError: a name has no rule, or a dimension cannot be divided; all leaves
+      ShardingError: a name has no rule, or a dimension cannot be divided; the leaves
         that cannot are listed.
     """
     named = dict(flatten(axes))
@@ -169,12 +173,14 @@ def tree_shardings(
     for path, leaf in flatten(shapes):
         spec = partition_spec(named[path], rules, mesh.axis_names)
         for name, size, entry in zip(named[path], leaf.shape, spec, strict=True):
-            parts = math.prod(mesh.shape[axis] for axis in _as_tuple(entry))
+            parts = math.prod(mesh.shape[axis] for axis in as_tuple(entry))
             if size % parts:
                 problems.append(
                     f"{path_text(path)}: {name} of {size} over {entry} of {parts}"
                 )
     if problems:
+        more = len(problems) - MOST_SHOWN
+        problems[MOST_SHOWN:] = [f"and {more} more"] if more > 0 else []
         raise ShardingError(
             "These dimensions do not divide by the mesh axes that rules give them; "
             "change the mesh, or give the axis another rule (for a vocabulary, "
@@ -219,7 +225,7 @@ def partition_spec_here(names: Names, rules: AxisRules) -> PartitionSpec:
 
 def _dividing(size: int, axes: MeshAxes, sizes: Mapping[str, int]) -> MeshAxes:
     kept: tuple[str, ...] = ()
-    for axis in _as_tuple(axes):
+    for axis in as_tuple(axes):
         if size % (math.prod(sizes[a] for a in kept) * sizes[axis]) == 0:
             kept += (axis,)
     return _entry(kept)

@@ -35,6 +35,13 @@ def test_the_examples_of_decoding_do_what_the_text_says(capsys):
     assert [sum(f"row={row}," in line for line in told) for row in range(3)] == [10] * 3
 
 
+def test_the_examples_of_training_do_what_the_text_says():
+    names = run("training.md", 2)
+    assert names["losses"][2] < names["losses"][0]
+    assert float(names["metrics"].loss) < names["losses"][2]
+    assert int(names["state"]["step"]) == 4
+
+
 def test_the_examples_of_checkpoints_do_what_the_text_says():
     names = run("checkpoints.md", 5)
     try:
