@@ -60,8 +60,9 @@ def partition_spec(
 
       >>> from shared import sharding
       >>> rules = (("embed", "fsdp"), ("mlp", "tensor"), ("embed", "expert"))
-      >>> sharding.partition_spec(("embed", "mlp"), rules, ("fsdp", "tensor", "expert"))
-      PartitionSpec('fsdp', 'tensor')
+      >>> axes = ("fsdp", "tensor", "expert")
+      >>> tuple(sharding.partition_spec(("embed", "mlp"), rules, axes))
+      ('fsdp', 'tensor')
 
     Args:
       names: of the dimensions; None: not spread.
