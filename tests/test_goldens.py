@@ -42,12 +42,11 @@ SECTIONS = (
 # Compiling is what costs, and a length is a program. Of the newer families a section
 # runs in one of the layouts, whose layers are the same functions, the longest rows for
 # one case of each family, and unscanned layers are differentiated where keys go from
-# layer to layer. Of Qwen3-Next the scanned layers run every length, the mix, which has
-# no period, unscanned, and two of the three cases those around the end of a chunk.
-CHUNK_ENDS = ("fwd/63/", "fwd/64/")
+# layer to layer. Of Qwen3-Next the scanned layers run every length, and the mix, which
+# has no period, runs them unscanned.
 SCANNED_LENGTHS = ("fwd/1/", "fwd/63/", "fwd/64/", "fwd/130/")
 LONG = ("qwen3_5_moe_8l", "gemma4_dense", "deepseek_v3")
-UNSCANNED_GRADIENTS = ("qwen3_next_6l", "gemma4_ple_kvshare")
+UNSCANNED_GRADIENTS = (*QWEN3_NEXT, "gemma4_ple_kvshare")
 # Other layouts of the same weights, with the cases that have them.
 LAYOUTS = {
     "config_hub_style": (
@@ -80,8 +79,6 @@ OLDER = {
 
 def runs(case: str, scan_layers: bool, key: str) -> bool:
     """Whether a section of a golden runs in a layout."""
-    if case == "qwen3_next_8l" and key.startswith(CHUNK_ENDS):
-        return False
     if case in QWEN3_NEXT:
         return scan_layers or not key.startswith(SCANNED_LENGTHS)
     if key.startswith("fwd/130/"):
@@ -97,10 +94,10 @@ def test_every_section_of_every_golden_runs_in_some_layout():
             if key.split("/")[0] in SECTIONS
             and not any(runs(case, scan_layers, key) for scan_layers in layouts(case))
         }
-        short = {"fwd/130"} if case not in (*QWEN3_NEXT, *LONG) else set()
-        if case == "qwen3_next_8l":
-            short = {"fwd/63", "fwd/64"}
-        assert {key.rpartition("/")[0] for key in left} == short
+        short = case not in (*QWEN3_NEXT, *LONG)
+        assert {key.rpartition("/")[0] for key in left} == (
+            {"fwd/130"} if short else set()
+        )
 
 
 @in_layouts(*CASES)
@@ -197,14 +194,7 @@ def test_float32_is_as_near_to_float64_as_the_reference_is(case, scan_layers):
 
 @pytest.mark.parametrize(
     "case",
-    [
-        "qwen3_next_6l",
-        "qwen3_next_dense_mix",
-        "qwen3_5_moe_6l",
-        "gemma4_moe",
-        "gemma4_ple_kvshare",
-        "deepseek_v3",
-    ],
+    [*QWEN3_NEXT, "qwen3_5_moe_6l", "gemma4_moe", "gemma4_ple_kvshare", "deepseek_v3"],
 )
 def test_in_float64_nothing_is_left_of_the_difference(case):
     """The stored truth is rounded to float32, so it is known to 1e-6 of its size."""
