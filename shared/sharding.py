@@ -169,11 +169,18 @@ def tree_shardings(
       ShardingError: a name has no rule, or a dimension cannot be divided; the leaves
         that cannot are listed.
     """
-    named = dict(flatten(axes))
+    places: dict[str, Any] = jax.tree.map(
+        lambda _, names: NamedSharding(
+            mesh, partition_spec(names, rules, mesh.axis_names)
+        ),
+        dict(shapes),
+        dict(axes),
+    )
+    named, spread = dict(flatten(axes)), dict(flatten(places))
     problems = []
     for path, leaf in flatten(shapes):
-        spec = partition_spec(named[path], rules, mesh.axis_names)
-        for name, size, entry in zip(named[path], leaf.shape, spec, strict=True):
+        dimensions = zip(named[path], leaf.shape, spread[path].spec, strict=True)
+        for name, size, entry in dimensions:
             parts = math.prod(mesh.shape[axis] for axis in as_tuple(entry))
             if size % parts:
                 problems.append(
@@ -187,13 +194,7 @@ def tree_shardings(
             "change the mesh, or give the axis another rule (for a vocabulary, "
             "vocab_padding):\n  " + "\n  ".join(problems)
         )
-    return jax.tree.map(
-        lambda leaf, names: NamedSharding(
-            mesh, partition_spec(names, rules, mesh.axis_names)
-        ),
-        dict(shapes),
-        dict(axes),
-    )
+    return places
 
 
 def constrain(x: Array, names: Names, rules: AxisRules) -> Array:

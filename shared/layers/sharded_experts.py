@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shared.ops import experts as ops
+from shared.sharding import as_tuple
 
 Matrices = tuple[Array, Array, Array]  # gate, up and down projection
 
@@ -62,7 +63,7 @@ def sharded_expert_mlp(
     Raises:
       ValueError: the experts of a device do not divide into so many parts.
     """
-    axes = _Axes(*(_names(entry) for entry in inward_at))
+    axes = _Axes(*(as_tuple(entry) for entry in inward_at))
     own = PartitionSpec(*tokens_at[:2], None)
     body = functools.partial(
         _own_tokens, axes=axes, chunks=chunks, activation=activation
@@ -75,12 +76,6 @@ def sharded_expert_mlp(
         check_vma=False,
     )
     return sharded(x, experts, weights, real, matrices)
-
-
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    if entry is None:
-        return ()
-    return (entry,) if isinstance(entry, str) else entry
 
 
 def _own_tokens(
@@ -202,12 +197,10 @@ def _exchange(
 
     sizes = swap(sizes)  # of each sender, for the experts here
     rows, scale = (swap(by_part(a)).reshape(parts * length, -1) for a in routed[:2])
-    order, place = _sorted_again(sizes, length)
-    y = mlp(
-        ops.permute(rows, order, place),
-        ops.permute(scale, order, place),
-        jnp.sum(sizes, axis=0),
-    )
+    expert = _experts_of(sizes, length).reshape(-1, 1)
+    filled = expert[:, 0] < sizes.shape[1]
+    order, place, own = ops.sort_by_expert(expert, filled, sizes.shape[1])
+    y = mlp(ops.permute(rows, order, place), ops.permute(scale, order, place), own)
     y = swap(ops.permute(y, place, order).reshape(parts, length, -1))
 
     position = jnp.arange(length, dtype=starts.dtype)
@@ -216,17 +209,8 @@ def _exchange(
     return y[part, position - starts[part]]
 
 
-def _sorted_again(
-    sizes: Int[Array, "P E"], length: int
-) -> tuple[Int[Array, " r"], Int[Array, " r"]]:
-    """Order and place of rows from all senders, `length` of each, sorted by expert."""
+def _experts_of(sizes: Int[Array, "P E"], length: int) -> Int[Array, "P r"]:
+    """The expert of each of `length` rows of all senders; E where there is no row."""
     ends = jnp.cumsum(sizes, axis=1)
     position = jnp.arange(length, dtype=ends.dtype)
-    expert = jax.vmap(lambda e: jnp.searchsorted(e, position, side="right"))(ends)
-    order = jnp.argsort(expert.reshape(-1), stable=True).astype(jnp.int32)
-    place = (
-        jnp.zeros_like(order)
-        .at[order]
-        .set(jnp.arange(order.size, dtype=jnp.int32), unique_indices=True)
-    )
-    return order, place
+    return jax.vmap(lambda e: jnp.searchsorted(e, position, side="right"))(ends)

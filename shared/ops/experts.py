@@ -82,7 +82,7 @@ def rows_by_expert(
 ) -> RoutedRows:
     """A row for each of the experts that a token goes to, of `count` experts."""
     dtype = np.promote_types(x.dtype, np.float32)
-    order, place, sizes = _sort_by_expert(experts, real, count)
+    order, place, sizes = sort_by_expert(experts, real, count)
     repeated = jnp.where(real[:, None], x, 0)[:, None]
     repeated = jnp.broadcast_to(repeated, (*experts.shape, x.shape[1]))
     rows = permute(repeated.reshape(-1, x.shape[1]), order, place)
@@ -403,7 +403,7 @@ def _sum_outer_blocks(
     return jax.lax.fori_loop(0, blocks.used, add, sums).astype(dtype)
 
 
-def _sort_by_expert(
+def sort_by_expert(
     experts: Int[Array, "n A"], real: Bool[Array, " n"], count: int
 ) -> tuple[Int[Array, " R"], Int[Array, " R"], Int[Array, " E"]]:
     """Sorted position -> pair, pair -> sorted position, rows of each expert.

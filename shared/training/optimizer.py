@@ -14,10 +14,8 @@ import optax
 from jaxtyping import Array, Float
 
 from shared.config import ConfigError, DecoderConfig
-from shared.layers import decoder_layer
-from shared.layers.decoder import outer_specs
+from shared.layers.decoder import STACK_AXES, param_specs
 from shared.params import map_specs
-from shared.plan import insert, run_path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,15 +136,10 @@ def learning_rate(options: OptimizerConfig) -> optax.Schedule:
 
 def is_matrix(config: DecoderConfig) -> dict[str, Any]:
     """Whether a parameter has two dimensions or more, stack axes not counted."""
-    tree: dict[str, Any] = map_specs(_has_two, outer_specs(config))
-    for group, run in config.plan.runs():
-        specs = decoder_layer.param_specs(config, run.kind)
-        insert(tree, run_path(group, run), map_specs(_has_two, specs))
-    return tree
-
-
-def _has_two(spec: Any) -> bool:
-    return len(spec.shape) > 1
+    return map_specs(
+        lambda spec: sum(axis not in STACK_AXES for axis in spec.axes) > 1,
+        param_specs(config),
+    )
 
 
 def update(
