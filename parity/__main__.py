@@ -26,6 +26,7 @@ from parity.cli import (
     generate,
     golden,
     inspect,
+    memory,
     migrate,
     models,
     shardings,
@@ -35,6 +36,7 @@ from parity.mapping.rules import RuleError
 from parity.oracle import OracleError
 from parity.pairs.calls import CheckError
 from parity.programs.program import ProgramError
+from parity.programs.topology import TopologyError
 from parity.reporting.baseline import BaselineError
 from parity.reporting.gate import GateError
 from parity.zoo import TargetError
@@ -49,6 +51,7 @@ COMMANDS = {
     "models": models,
     "golden": golden,
     "inspect": inspect,
+    "memory": memory,
     "migrate": migrate,
     "shardings": shardings,
     "suggest": suggest,
@@ -62,6 +65,7 @@ BAD_INPUT = (
     RuleError,
     GateError,
     ProgramError,
+    TopologyError,
     BaselineError,
     shared.checkpoint.CheckpointError,
     shared.ConfigError,

@@ -1,0 +1,1 @@
+"""Memory of training steps on accelerators that are not there."""
