@@ -38,24 +38,32 @@ def _preset(name, layers):
 
 
 CONFIGS = {
-    "qwen3-next": _preset("qwen3-next-tiny", (0, 3)),
+    "qwen3-next": shared.preset("qwen3-next-tiny").replace(
+        layers=(
+            LayerKind("linear_attention", "dense"),
+            LayerKind("full_attention", "moe"),
+        )
+    ),
     "gemma-4": _preset("gemma-4-e-tiny", (0, 6)),  # a ring, and who borrows its keys
-    "deepseek": _preset("deepseek-v3-tiny", (1,)),
+    "deepseek": _preset("deepseek-v3-tiny", (0,)),
 }
 MESHES = {
-    "qwen3-next": {"fsdp": 2, "tensor": 2, "context": 2},
+    "qwen3-next": {"expert": 2, "tensor": 2, "context": 2},
     "gemma-4": {"data": 4, "tensor": 2},
-    "deepseek": {"data": 2, "expert": 2, "tensor": 2},
+    "deepseek": {"fsdp": 2, "tensor": 2, "context": 2},
 }
+# Positions of a cache are spread where a rule says so.
+RULES = {"deepseek": (("positions", "context"), *AXIS_RULES)}
 # Of the loops, whose sampling takes long to compile.
 ONE = CONFIGS["qwen3-next"].replace(layers=(LayerKind("full_attention", "dense"),))
 PROMPTS = [models.prompt(n, seed) for seed, n in enumerate((3, 5, 2, 7))]
 NEW = 5
 
 
-def on_mesh(config, sizes):
+def on_mesh(config, name):
     """The config with rules, its parameters in their places, and the mesh."""
-    config, mesh = config.replace(axis_rules=AXIS_RULES), sharding.make_mesh(sizes)
+    mesh, rules = sharding.make_mesh(MESHES[name]), RULES.get(name, AXIS_RULES)
+    config = config.replace(axis_rules=rules)
     axes = shared.logical_axes(config)
     places = sharding.tree_shardings(shared.abstract_params(config), axes, mesh)
     return config, jax.device_put(models.weights(config), places), mesh
@@ -100,7 +108,7 @@ def decoded(frontend, config, params, mesh):
     prefill, decode = (jax.jit(f, donate_argnums=2) for f in (prefill, decode))
     prompts, steps = tokens_of(config)
     cache = shared.init_cache(config, ROWS, PLACES)
-    places = shared.cache_shardings(config, cache, mesh)
+    places = shared.cache_shardings(config, cache, mesh, config.axis_rules)
     told, caches = {}, [cache]
     told[0], cache = prefill(params, prompts, cache)
     for n, tokens in enumerate(steps, 1):
@@ -159,12 +167,12 @@ def main(file):
     results = {"greedy": {"greedy": greedy()}}
     for name, config in CONFIGS.items():
         results[f"{name}/whole"] = whole(config)
-        config, params, mesh = on_mesh(config, MESHES[name])
+        config, params, mesh = on_mesh(config, name)
         with jax.set_mesh(mesh):
             for frontend in ("linen", "nnx")[: 1 + (name == "qwen3-next")]:
                 told = decoded(frontend, config, params, mesh)
                 results[f"{name}/{frontend}"] = told
-    config, params, mesh = on_mesh(ONE, MESHES["qwen3-next"])
+    config, params, mesh = on_mesh(ONE, "qwen3-next")
     with jax.set_mesh(mesh):
         results["answers"] = answers(config, params)
     np.savez(

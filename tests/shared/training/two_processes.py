@@ -51,15 +51,8 @@ def function_of(frontend):
 
 
 def first_state():
-    """Of the host, equal in every process."""
-    random = np.random.default_rng(1)
-    params = jax.tree.map(
-        lambda leaf: np.float32(random.normal(0, 0.1, leaf.shape)),
-        shared.abstract_params(CONFIG),
-    )
-    others = jax.eval_shape(lambda: training.init_state(params, OPTIMIZER))
-    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), others)
-    return {**zeros, "params": params}
+    params = shared.init_params(jax.random.key(0), CONFIG)
+    return training.init_state(params, OPTIMIZER)
 
 
 def step_of(frontend):
@@ -83,12 +76,8 @@ def main(file, port, number):
     mesh = sharding.make_mesh(MESH)
     shapes, axes = shared.abstract_params(CONFIG), shared.logical_axes(CONFIG)
     params = sharding.tree_shardings(shapes, axes, mesh)
-    places = training.state_shardings(first_state(), params)
-    results = {}
-    put = lambda leaf, at: jax.make_array_from_callback(
-        leaf.shape, at, lambda index: leaf[index]
-    )
-    state = jax.tree.map(put, first_state(), places)
+    places = training.state_shardings(jax.eval_shape(first_state), params)
+    state = jax.jit(first_state, out_shardings=places)()
     mine = 4 * jax.process_index()
     batch = training.place_batch(rows(mine, mine + 4), mesh)
     assert batch["tokens"].shape == (8, 12)
