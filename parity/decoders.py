@@ -90,7 +90,8 @@ def abstract_pair(config: shared.DecoderConfig) -> Pair:
     linen = zoo_linen.Decoder(config)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     variables = jax.eval_shape(linen.init, jax.random.key(0), tokens)
-    model = nnx.eval_shape(lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0)))
+    build = lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0))
+    model = nnx.eval_shape(build, graph_updates=False)  # on a mesh, too
     return Pair(config, linen, variables["params"], model)
 
 

@@ -27,6 +27,7 @@ from shared.layers.decoder import (
     relayout,
 )
 from shared.layers.decoder_cache import (
+    cache_shardings,
     from_layer_list,
     init_cache,
     insert_row,
@@ -60,6 +61,7 @@ __all__ = [
     "YarnScaling",
     "abstract_params",
     "active_parameters",
+    "cache_shardings",
     "checkpoint",
     "decoder_loss",
     "from_layer_list",

@@ -187,6 +187,24 @@ class BorrowedCache(NamedTuple):
 
 LayerCache = KVCache | GatedDeltaNetCache | BorrowedCache
 
+# The logical axis names of a layer's cache, without stack axes (see `shared.sharding`).
+# A latent stands as one head for all, which no mesh axis divides.
+AXES: dict[type, dict[str, tuple[str | None, ...]]] = {
+    KVCache: {
+        "keys": ("batch", "positions", "heads", None),
+        "values": ("batch", "positions", "heads", None),
+        "segment_ids": ("batch", "positions"),
+        "position": ("batch",),
+    },
+    GatedDeltaNetCache: {
+        "conv_tail": ("batch", None, "heads"),
+        "state": ("batch", "heads", None, None),
+        "segment_id": ("batch",),
+        "position": ("batch",),
+    },
+    BorrowedCache: {"position": ("batch",)},
+}
+
 
 def take(tree: Tree, slot: Slot) -> Tree:
     """The arrays of one layer, from arrays with stack axes in front."""

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 Tree = TypeVar("Tree")
 
+STACK_AXES = ("blocks", "layers")  # names of the axes of repeats and of a run's layers
+
 
 @runtime_checkable
 class Kind(Protocol):
@@ -203,6 +205,12 @@ class LayerPlan:
 def run_path(group: Group, run: Run) -> tuple[str, ...]:
     """Keys that lead to a run in a tree."""
     return (group.name,) if run.name is None else (group.name, run.name)
+
+
+def stack_axes(group: Group, run: Run) -> tuple[str, ...]:
+    """The names of the stack axes of a run."""
+    blocks, layers = STACK_AXES
+    return (blocks,) * (group.repeats is not None) + (layers,) * run.stacked
 
 
 def stack_sizes(group: Group, run: Run) -> tuple[int, ...]:

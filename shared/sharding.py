@@ -7,11 +7,13 @@ reads them for both frontends, for parameters and activations alike.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -24,10 +26,12 @@ Names = Sequence[str | None]
 # data: copies of the model. fsdp: each device holds a part of every matrix, and gathers
 # the rest when it is wanted. tensor: parts of heads and widths, never gathered. expert:
 # whole experts, to which tokens are sent. context: parts of the sequences.
+# A length is that of the tokens of a call, positions are those of a cache.
 MESH_AXES = ("data", "fsdp", "expert", "tensor", "context")
 AXIS_RULES: AxisRules = (
     ("batch", ("data", "fsdp", "expert")),
     ("length", "context"),
+    ("positions", None),
     ("expert", "expert"),
     ("heads", "tensor"),
     ("mlp", "tensor"),
@@ -101,6 +105,36 @@ def _check_names(names: Names, rules: AxisRules) -> None:
             f"The axes {tuple(names)} have one name twice: dimensions that are spread "
             "apart need names of their own."
         )
+
+
+def decode_rules(rules: AxisRules) -> AxisRules:
+    """The rules of a step of one token a row, and of the caches that it reads.
+
+    One token is not spread: rows get the mesh axes of the length besides their own,
+    where they fit; all else stands where it stood.
+
+    Example usage::
+
+      >>> from shared import sharding
+      >>> rules = (("batch", "data"), ("length", "context"), ("heads", "tensor"))
+      >>> sharding.decode_rules(rules)[:2]
+      (('length', None), ('batch', ('data', 'context')))
+    """
+    if not rules:
+        return ()
+    freed: tuple[str, ...] = ()
+    for name, axes in rules:
+        if name == "length":
+            freed += tuple(axis for axis in as_tuple(axes) if axis not in freed)
+    changed: list[tuple[str, MeshAxes]] = [("length", None)]
+    for name, axes in rules:
+        own = as_tuple(axes)
+        more = tuple(axis for axis in freed if axis not in own)
+        if name == "batch" and more:
+            changed.append((name, own + more))
+        if name != "length":
+            changed.append((name, axes))
+    return tuple(changed)
 
 
 def as_tuple(axes: MeshAxes) -> tuple[str, ...]:
@@ -214,9 +248,30 @@ def activation_spec(
     mesh = jax.sharding.get_abstract_mesh()
     if not rules or mesh.empty:
         return None
+    return dividing_spec(shape, names, mesh, rules)
+
+
+def dividing_spec(
+    shape: Sequence[int], names: Names, mesh: Mesh | AbstractMesh, rules: AxisRules
+) -> PartitionSpec:
+    """`partition_spec` without the mesh axes that do not divide a dimension."""
     spec = partition_spec(names, rules, mesh.axis_names)
     entries = zip(shape, spec, strict=True)
     return PartitionSpec(*(_dividing(size, axes, mesh.shape) for size, axes in entries))
+
+
+def zeros(shape: Sequence[int], dtype: Any, names: Names, rules: AxisRules) -> Array:
+    """Zeros that stand on the mesh at hand from the start, as `constrain` has it."""
+    spec = activation_spec(shape, names, rules)
+    if spec is None:
+        return jnp.zeros(shape, dtype)
+    return _zeros(tuple(shape), jnp.dtype(dtype), spec)
+
+
+# Compiled, so that no device ever holds all of them.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _zeros(shape: tuple[int, ...], dtype: Any, spec: PartitionSpec) -> Array:
+    return jax.lax.with_sharding_constraint(jnp.zeros(shape, dtype), spec)
 
 
 def partition_spec_here(names: Names, rules: AxisRules) -> PartitionSpec:

@@ -24,7 +24,7 @@ def run(name, count):
 
 
 def test_the_examples_of_decoding_do_what_the_text_says(capsys):
-    names = run("decoding.md", 4)
+    names = run("decoding.md", 5)
     assert [len(answer.tokens) for answer in names["answers"]] == [64, 64]
     assert {answer.reason for answer in names["answers"]} == {"length"}
     # Row 0 decoded a token more than its prompt; row 1 was emptied at the end.

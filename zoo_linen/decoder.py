@@ -16,6 +16,7 @@ from shared.layers import decoder
 from shared.layers.decoder import DecoderOutput
 from shared.params import layer_key
 from shared.plan import Group, LayerPlan, node_at, run_path
+from shared.sharding import AxisRules
 from zoo_linen.decoder_layer import DecoderLayer
 from zoo_linen.parameters import declare, stream_key
 from zoo_linen.stack import Block, Carry, run_group, run_layers
@@ -57,6 +58,7 @@ class Decoder(nn.Module):
         deterministic: bool = True,
         output_hidden_states: bool = False,
         output_logits: bool = True,
+        axis_rules: AxisRules | None = None,
     ) -> DecoderOutput:
         """Logits and what the layers say on the way.
 
@@ -76,6 +78,8 @@ class Decoder(nn.Module):
           output_hidden_states: whether to return the residual stream after each layer.
           output_logits: False gives what the head makes logits of instead, for losses
             that never hold them all.
+          axis_rules: where activations of this call stand on the mesh at hand; None: as
+            the config has it.
         """
         config, tokens = self.config, jnp.asarray(tokens)
         context = decoder.create_context(
@@ -86,6 +90,7 @@ class Decoder(nn.Module):
             segment_ids=segment_ids,
             dropout_key=self._dropout_key(deterministic),
             want_hidden=output_hidden_states,
+            axis_rules=axis_rules,
         )
         if self.is_initializing() and not self.has_variable("params", "norm"):
             self._place_first_values(tokens, context)

@@ -12,9 +12,9 @@ from jaxtyping import Array
 
 from shared.config import DecoderConfig, resolve_remat_policy
 from shared.context import Context
-from shared.layers.decoder import STACK_AXES, PerLayer
+from shared.layers.decoder import PerLayer
 from shared.layers.decoder_layer import KEEP_SINGLE_TRIP, pass_keys_on
-from shared.plan import Group, Run, cache_slot
+from shared.plan import STACK_AXES, Group, Run, cache_slot
 
 # The residual stream, the caches of what is run, and the keys to lend, by mixer.
 Carry = tuple[Array, Any, Any]

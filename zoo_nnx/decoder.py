@@ -13,6 +13,7 @@ from jaxtyping import Array, Int
 from shared.config import DecoderConfig
 from shared.layers import decoder
 from shared.layers.decoder import DecoderOutput
+from shared.sharding import AxisRules
 from zoo_nnx.decoder_layer import DecoderLayer
 from zoo_nnx.parameters import declare, layer_rngs, params_key, stream_key, values
 from zoo_nnx.stack import Block, make_run, run_plan
@@ -76,6 +77,7 @@ class Decoder(nnx.Module):
         deterministic: bool | None = None,
         output_hidden_states: bool = False,
         output_logits: bool = True,
+        axis_rules: AxisRules | None = None,
         rngs: nnx.Rngs | None = None,
     ) -> DecoderOutput:
         """Logits and what the layers say on the way.
@@ -96,6 +98,8 @@ class Decoder(nnx.Module):
           output_hidden_states: whether to return the residual stream after each layer.
           output_logits: False gives what the head makes logits of instead, for losses
             that never hold them all.
+          axis_rules: where activations of this call stand on the mesh at hand; None: as
+            the config has it.
           rngs: a `dropout` stream to use instead of the model's own.
         """
         config, tokens = self.config, jnp.asarray(tokens)
@@ -109,6 +113,7 @@ class Decoder(nnx.Module):
             segment_ids=segment_ids,
             dropout_key=self._dropout_key(deterministic, rngs),
             want_hidden=output_hidden_states,
+            axis_rules=axis_rules,
         )
         weights = values(self, decoder.outer_specs(config))
         embedding = decoder.embed(weights, tokens, context, config)

@@ -21,9 +21,10 @@ from jaxtyping import Array
 from shared.config import DecoderConfig, resolve_remat_policy
 from shared.context import Context
 from shared.layers import decoder
-from shared.layers.decoder import STACK_AXES, PerLayer
+from shared.layers.decoder import PerLayer
 from shared.layers.decoder_layer import KEEP_SINGLE_TRIP, pass_keys_on
 from shared.plan import (
+    STACK_AXES,
     Group,
     Run,
     cache_slot,
@@ -33,6 +34,7 @@ from shared.plan import (
     run_indices,
     run_path,
     spread_new,
+    stack_axes,
     stack_sizes,
 )
 
@@ -82,7 +84,7 @@ def make_run(
             f"The layers of run {run.name!r} differ in structure, so one scan cannot "
             "hold them. Build them alike, or set scan_layers=False."
         )
-    names = STACK_AXES[:1] * (group.repeats is not None) + STACK_AXES[1:] * run.stacked
+    names = stack_axes(group, run)
     return nnx.merge(
         graphdefs[0],
         _spread_state(params, sizes, names, axis),

@@ -22,6 +22,7 @@ from shared.cache import LayerCache
 from shared.config import DecoderConfig
 from shared.layers import decoder_cache
 from shared.layers.decoder import DecoderOutput
+from shared.sharding import AxisRules, decode_rules
 
 Params = Mapping[str, Any]
 Cache = dict[str, Any] | Sequence[LayerCache]
@@ -69,8 +70,11 @@ def prefill(
     segment_ids: ArrayLike | None = None,
     positions: ArrayLike | None = None,
     chunk_size: int | None = None,
+    axis_rules: AxisRules | None = None,
 ) -> Step:
     """Reads tokens into a cache, empty or not.
+
+    On a mesh (`jax.set_mesh`) the cache stands where steps want it, before and after.
 
     Args:
       model: the decoder.
@@ -85,6 +89,7 @@ def prefill(
       positions: int [B, T], for rotary embedding; None: counted on.
       chunk_size: at most so many tokens at a time; bounds memory, and is one program
         whatever the length. None: all at once.
+      axis_rules: where activations stand on a mesh; None: as the config has it.
 
     Raises:
       ValueError: shapes or caches do not fit, there is no room for the tokens (known
@@ -112,6 +117,7 @@ def prefill(
         tokens, segment_ids, positions = chunk
         real = segment_ids > 0
         last = tokens.shape[1] - 1 - jnp.argmax(real[:, ::-1], axis=1)
+        cache = decoder_cache.constrain_cache(config, cache)
         output = model(
             params,
             tokens,
@@ -119,9 +125,11 @@ def prefill(
             segment_ids=segment_ids,
             cache=cache,
             logits_at=last[:, None],
+            axis_rules=axis_rules,
         )
         assert output.logits is not None
-        return output.cache, (output.logits[:, 0], real.any(axis=1))
+        cache = decoder_cache.constrain_cache(config, output.cache)
+        return cache, (output.logits[:, 0], real.any(axis=1))
 
     whole = ids, segments, places
     if size >= ids.shape[1]:
@@ -151,6 +159,9 @@ def decode(
 ) -> Step:
     """Reads one token a row.
 
+    On a mesh rows are spread over the axes of the length, too: one token has none
+    (`shared.sharding.decode_rules`).
+
     Args:
       model: the decoder.
       params: its parameters.
@@ -174,7 +185,15 @@ def decode(
     column = tokens[:, None]
     if positions is not None:
         positions = jnp.asarray(positions, jnp.int32)[:, None]
-    return prefill(model, params, column, cache, lengths=lengths, positions=positions)
+    return prefill(
+        model,
+        params,
+        column,
+        cache,
+        lengths=lengths,
+        positions=positions,
+        axis_rules=decode_rules(model.config.axis_rules),
+    )
 
 
 def _layout(config: DecoderConfig, cache: Cache, tokens: Array) -> Any:

@@ -23,7 +23,7 @@ import numpy as np
 from shared.generation.decoding import DecoderFunction, Params
 from shared.generation.generate import Token, begin, go_on, tokens_of
 from shared.generation.prompts import Batch, check_prompt, check_stop_tokens
-from shared.generation.rows import Emitted, Rows
+from shared.generation.rows import Emitted, Rows, constrain_rows
 from shared.generation.sampling import Sampling
 from shared.layers.decoder_cache import init_cache, insert_row, reset_rows
 
@@ -115,7 +115,8 @@ class Engine:
             state_dtype=state_dtype,
         )
         self.cache = self._new_cache(batch_size=slots)
-        self.rows = _idle_rows(slots, model.config.vocab_size)
+        idle = _idle_rows(slots, model.config.vocab_size)
+        self.rows = constrain_rows(model.config, idle)
 
     def prefill(self, request: Request) -> Prefix:
         """Reads a prompt and chooses the first token of its answer.
@@ -243,7 +244,7 @@ def _insert(
 ) -> tuple[Any, Rows]:
     cache = insert_row(model.config, cache, prefix.cache, slot)
     rows = jax.tree.map(lambda held, new: held.at[slot].set(new[0]), rows, prefix.rows)
-    return cache, rows
+    return cache, constrain_rows(model.config, rows)
 
 
 @functools.partial(jax.jit, static_argnames="model", donate_argnames="cache")

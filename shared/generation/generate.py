@@ -14,7 +14,14 @@ import numpy as np
 
 from shared.generation.decoding import DecoderFunction, Params, prefill
 from shared.generation.prompts import Batch, bucket
-from shared.generation.rows import Emitted, Rows, advance_many, start
+from shared.generation.rows import (
+    Emitted,
+    Rows,
+    advance_many,
+    constrain_rows,
+    everywhere,
+    start,
+)
 from shared.generation.sampling import Sampling
 from shared.layers.decoder_cache import init_cache
 
@@ -185,7 +192,8 @@ def begin(
     tokens, lengths = batch.tokens, batch.lengths
     step = prefill(model, params, tokens, cache, lengths=lengths, chunk_size=chunk_size)
     rows, emitted = start(step.logits, batch)
-    return step.cache, rows, emitted
+    rows = constrain_rows(model.config, rows)
+    return step.cache, rows, everywhere(model.config, emitted)
 
 
 go_on = jax.jit(

@@ -6,15 +6,19 @@ B rows, V vocabulary, K stop tokens, N steps.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from shared.config import DecoderConfig
 from shared.generation.decoding import DecoderFunction, Params, decode
 from shared.generation.prompts import Batch
 from shared.generation.sampling import Sampling, mark_seen, sample
+from shared.sharding import constrain, decode_rules
+
+Tree = TypeVar("Tree")
 
 
 class Rows(NamedTuple):
@@ -51,6 +55,19 @@ class Emitted(NamedTuple):
     log_prob: Float[Array, "*steps B"]
     new: Bool[Array, "*steps B"]
     last: Bool[Array, "*steps B"]
+
+
+def constrain_rows(config: DecoderConfig, rows: Rows) -> Rows:
+    """Says where rows stand on the mesh at hand: spread is only what they have seen."""
+    seen = constrain(rows.seen, ("batch", None), decode_rules(config.axis_rules))
+    others = {name: leaf for name, leaf in rows._asdict().items() if name != "seen"}
+    return Rows(seen=seen, **everywhere(config, others))
+
+
+def everywhere(config: DecoderConfig, tree: Tree) -> Tree:
+    """Says that every device of the mesh at hand has the whole, for hosts to read."""
+    rules = config.axis_rules
+    return jax.tree.map(lambda leaf: constrain(leaf, (None,) * leaf.ndim, rules), tree)
 
 
 def start(logits: Float[Array, "B V"], batch: Batch) -> tuple[Rows, Emitted]:
@@ -126,4 +143,6 @@ def advance_many(
 
     state = jnp.int32(0), cache, rows, empty
     _, cache, rows, emitted = jax.lax.while_loop(unfinished, body, state)
-    return cache, rows, emitted
+    # Where the loop leaves them is not where it found them, unless it is said again.
+    rows = constrain_rows(model.config, rows)
+    return cache, rows, everywhere(model.config, emitted)

@@ -34,10 +34,16 @@ from shared.params import (
     padded,
     shapes,
 )
-from shared.plan import Group, insert, node_at, run_path, stack_sizes
+from shared.plan import (
+    Group,
+    insert,
+    node_at,
+    run_path,
+    stack_axes,
+    stack_sizes,
+)
+from shared.sharding import AxisRules
 from shared.trees import flatten
-
-STACK_AXES = ("blocks", "layers")
 
 
 class HiddenStates(NamedTuple):
@@ -113,9 +119,7 @@ def param_specs(config: DecoderConfig) -> dict[str, Any]:
     """Every parameter of the model in the layout of its plan, stack axes included."""
     tree: dict[str, Any] = {**outer_specs(config)}
     for group, run in config.plan.runs():
-        sizes = stack_sizes(group, run)
-        names = STACK_AXES[:1] * (group.repeats is not None)
-        names += STACK_AXES[1:] * run.stacked
+        sizes, names = stack_sizes(group, run), stack_axes(group, run)
         specs = map_specs(
             functools.partial(
                 ParamSpec.stacked,
@@ -334,7 +338,12 @@ def lend(
 
 
 def create_context(
-    tokens: Array, cache: Any, config: DecoderConfig, **given: Any
+    tokens: Array,
+    cache: Any,
+    config: DecoderConfig,
+    *,
+    axis_rules: AxisRules | None = None,
+    **given: Any,
 ) -> Context:
     """The context of a call; positions go on from where the cache's rows are.
 
@@ -342,13 +351,15 @@ def create_context(
       tokens: the call's tokens.
       cache: in the layout of the plan, or None.
       config: of the model.
+      axis_rules: where activations stand; None: as the config has it.
       **given: arguments of `Context.create`.
 
     Raises:
       ValueError: the cache is of another config or batch size, or has no room for the
         tokens (see `decoder_cache.check_room`).
     """
-    given |= {"axis_rules": config.axis_rules, "expert_chunks": config.expert_chunks}
+    given["axis_rules"] = config.axis_rules if axis_rules is None else axis_rules
+    given["expert_chunks"] = config.expert_chunks
     if cache is None:
         return Context.create(tokens.shape, **given)
     check_cache(config, cache, *tokens.shape[:1])

@@ -15,13 +15,23 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from shared.cache import GatedDeltaNetCache, KVCache, LayerCache, take
+from shared import sharding
+from shared.cache import AXES, GatedDeltaNetCache, KVCache, LayerCache, take
 from shared.config import DecoderConfig, LayerKind
 from shared.layers import decoder_layer
-from shared.plan import insert, layer_slots, node_at, run_path, stack_sizes
+from shared.plan import (
+    insert,
+    layer_slots,
+    node_at,
+    run_path,
+    stack_axes,
+    stack_sizes,
+)
+from shared.sharding import AXIS_RULES, AxisRules, Names
 
 Cache = dict[str, Any]
 
@@ -35,6 +45,8 @@ def init_cache(
     state_dtype: Any = None,
 ) -> Cache:
     """An empty cache for `batch_size` rows of at most `max_length` tokens.
+
+    On a mesh (`jax.set_mesh`) it stands where `constrain_cache` has it, from the start.
 
     Args:
       config: of the model.
@@ -67,10 +79,85 @@ def init_cache(
         sizes = stack_sizes(group, run)
         layer = jax.eval_shape(lambda kind=run.kind: shapes(kind))
         stacked = jax.tree.map(
-            lambda leaf, sizes=sizes: jnp.zeros(sizes + leaf.shape, leaf.dtype), layer
+            lambda leaf, sizes=sizes: jax.ShapeDtypeStruct(
+                sizes + leaf.shape, leaf.dtype
+            ),
+            layer,
         )
         insert(tree, run_path(group, run), stacked)
+    rules = sharding.decode_rules(config.axis_rules)
+    return map_named(
+        config,
+        lambda leaf, names: sharding.zeros(leaf.shape, leaf.dtype, names, rules),
+        tree,
+    )
+
+
+# Places on a mesh.
+
+
+def map_named(
+    config: DecoderConfig, change: Callable[[Any, Names], Any], cache: Cache
+) -> Cache:
+    """`change` of every array of a cache and the axis names of its dimensions."""
+    tree: Cache = {}
+    for group, run in config.plan.runs():
+        held, stack = node_at(cache, run_path(group, run)), stack_axes(group, run)
+        changed = {
+            field: change(getattr(held, field), (*stack, *names))
+            for field, names in AXES[type(held)].items()
+        }
+        insert(tree, run_path(group, run), type(held)(**changed))
     return tree
+
+
+def cache_shardings(
+    config: DecoderConfig,
+    cache: Cache,
+    mesh: Mesh | AbstractMesh,
+    rules: AxisRules = AXIS_RULES,
+) -> Cache:
+    """Where every array of a cache stands: where steps want it, in prefill, too.
+
+    Rows are spread by `sharding.decode_rules`, heads as those of the weights; a latent
+    is one head. Of the mesh axes that do not divide a dimension, such as those of the
+    rows of one prompt, nothing is said.
+
+    Example usage::
+
+      >>> import functools, jax, shared
+      >>> from jax.sharding import AbstractMesh
+      >>> config = shared.preset("gemma-3-tiny")
+      >>> cache = jax.eval_shape(functools.partial(shared.init_cache, config, 8, 64))
+      >>> mesh = AbstractMesh((4, 2), ("data", "context"))
+      >>> places = shared.cache_shardings(config, cache, mesh)
+      >>> tuple(places["layers"]["local_layers"].position.spec)
+      (None, None, ('data', 'context'))
+
+    Args:
+      config: of the model.
+      cache: of `init_cache`, or its shapes.
+      mesh: of devices.
+      rules: as they are for `config.axis_rules`.
+
+    Raises:
+      ShardingError: a name has no rule.
+    """
+    rules = sharding.decode_rules(rules)
+
+    def place(leaf: Any, names: Names) -> NamedSharding:
+        spec = sharding.dividing_spec(leaf.shape, names, mesh, rules)
+        return NamedSharding(mesh, spec)
+
+    return map_named(config, place, cache)
+
+
+def constrain_cache(config: DecoderConfig, cache: Cache) -> Cache:
+    """Says where a cache stands on the mesh at hand, as `cache_shardings` has it."""
+    rules = sharding.decode_rules(config.axis_rules)
+    return map_named(
+        config, lambda leaf, names: sharding.constrain(leaf, names, rules), cache
+    )
 
 
 def check_cache(config: DecoderConfig, cache: Any, batch_size: int) -> None:
@@ -237,11 +324,12 @@ def reset_rows(config: DecoderConfig, cache: Cache, rows: ArrayLike) -> Cache:
             f"rows must be bool [{count}], one a row of the cache. Got {rows.dtype} "
             f"{list(rows.shape)}."
         )
-    return map_rows(
+    changed = map_rows(
         config,
         lambda leaf: jnp.where(_along(rows, leaf), jnp.zeros_like(leaf), leaf),
         cache,
     )
+    return constrain_cache(config, changed)
 
 
 def insert_row(
@@ -280,7 +368,7 @@ def insert_row(
             raise ValueError(
                 f"{name} must be one of the {_count_rows(given)} rows. Got {index}."
             )
-    return map_rows(
+    changed = map_rows(
         config,
         lambda leaf, new: jax.lax.dynamic_update_index_in_dim(
             leaf, new[source], jnp.asarray(slot, jnp.int32), axis=0
@@ -288,6 +376,7 @@ def insert_row(
         cache,
         row,
     )
+    return constrain_cache(config, changed)
 
 
 def _layer_caches(cache: Any) -> list[LayerCache]:

@@ -111,6 +111,7 @@ def apply(
         segments.real,
         chunk_size=config.chunk_size,
     )
+    y = context.constrain(y, "batch", "length", "heads", None)  # before the gate
     y = gated_rms_norm(y, z, weights["norm"], config.norm_eps)
     y = project(y.reshape(*x.shape[:2], -1).astype(x.dtype), weights, "out_proj")
     cache = GatedDeltaNetCache(

@@ -129,7 +129,7 @@ def apply(
         y = _attend(q, context, keys.order, keys.sources, config)
         assert isinstance(cache, BorrowedCache)
         counted = cache.extend(context.segment_ids, context.cache_slot)
-        return _output(weights, y, gate), counted
+        return _output(weights, y, gate, context), counted
     assert isinstance(cache, KVCache)
     own = project_keys(weights, x, context, config) if keys is None else keys
 
@@ -142,7 +142,7 @@ def apply(
     y = _attend(q, context, order, sources, config)
     if cache.capacity and not ring:
         y = nan_where_full(y, cache, ids, slot)
-    return _output(weights, y, gate), extended
+    return _output(weights, y, gate, context), extended
 
 
 def project_keys(
@@ -243,7 +243,11 @@ def _attend(
     )
 
 
-def _output(weights: Mapping[str, Array], y: Array, gate: Array | None) -> Array:
+def _output(
+    weights: Mapping[str, Array], y: Array, gate: Array | None, context: Context
+) -> Array:
+    # Said before the gate, which then is multiplied where the heads are.
+    y = context.constrain(y, "batch", "length", "heads", None)
     if gate is not None:
         y = y * jax.nn.sigmoid(gate)
     return project(y.reshape(*y.shape[:2], -1), weights, "o_proj")

@@ -93,6 +93,7 @@ def apply(
         y = _attend_to_latents(weights, q, joint, context, cache, extended, config)
     else:
         y = _attend_to_heads(weights, q, joint, context, cache, config)
+    y = context.constrain(y, "batch", "length", "heads", None)
     y = project(y.reshape(*x.shape[:2], -1), weights, "o_proj")
     return y, extended
 

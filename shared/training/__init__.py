@@ -2,6 +2,7 @@
 
 from shared.training.loss import Loss, decoder_loss
 from shared.training.optimizer import OptimizerConfig, learning_rate, make_optimizer
+from shared.training.placing import place_batch
 from shared.training.step import (
     Metrics,
     StepOptions,
@@ -21,6 +22,7 @@ __all__ = [
     "init_state",
     "learning_rate",
     "make_optimizer",
+    "place_batch",
     "state_shardings",
     "train_step",
 ]

@@ -14,8 +14,9 @@ import optax
 from jaxtyping import Array, Float
 
 from shared.config import ConfigError, DecoderConfig
-from shared.layers.decoder import STACK_AXES, param_specs
+from shared.layers.decoder import param_specs
 from shared.params import map_specs
+from shared.plan import STACK_AXES
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,9 +1,14 @@
 """The command `parity convert`: what it says, what it refuses, and that it is one."""
 
+import dataclasses
 import io
 import json
+import os
 import pathlib
+import subprocess
+import sys
 
+import jax
 import numpy as np
 import pytest
 import rich.console
@@ -239,3 +244,65 @@ def test_missing_and_unexpected_tensors_are_listed_together(tmp_path):
     status, out = main(golden, tmp_path / "zoo")
     assert status == 2 and "model.layers.0.nobody.weight is not in" in out
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+MEMORY = """
+import os, pathlib, sys
+import jax
+import parity.__main__
+
+source, folder = sys.argv[1:]
+
+def mebibytes(name):
+    status = pathlib.Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith(name))
+    return int(line.split()[1]) / 1024
+
+def convert(devices):
+    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
+    assert len(jax.devices()) == devices
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    before = mebibytes("VmRSS")
+    assert parity.__main__.main(["convert", source, f"{folder}/{devices}"]) == 0
+    print("above", mebibytes("VmHWM") - before, flush=True)
+
+for devices in (1, 8):
+    child = os.fork()  # so that what both need is imported once
+    if child == 0:
+        convert(devices)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_eight_devices_need_no_more_memory_than_one(tmp_path):
+    """A converter of MaxText asked for 16 devices and gave the whole model to each.
+
+    AI-Hypercomputer/maxtext, PR 3192: 231 GB for a model of 4 billion parameters.
+    """
+    config = shared.preset("qwen3-next-8l-tiny")
+    config = config.replace(moe=dataclasses.replace(config.moe, expert_size=4096))
+    params = jax.tree.map(
+        lambda leaf: np.zeros(leaf.shape, leaf.dtype), shared.abstract_params(config)
+    )
+    sizes = [leaf.nbytes / 2**20 for leaf in jax.tree.leaves(params)]
+    assert max(sizes) == 24 and sum(sizes) > 96
+    shared.checkpoint.save_hf(tmp_path / "hf", config, params)
+    done = subprocess.run(
+        [sys.executable, "-c", MEMORY, tmp_path / "hf", tmp_path],
+        cwd=pathlib.Path(shared.__file__).parent.parent,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    one, eight = (
+        float(line.split()[1])
+        for line in done.stdout.splitlines()
+        if line.startswith("above")
+    )
+    # One whole copy more would be 96; what is read of a file counts, too.
+    assert eight < one + 2 * max(sizes)
+    assert max(one, eight) < 2 * sum(sizes)
+    assert equal(tmp_path / "1", tmp_path / "8")

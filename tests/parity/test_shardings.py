@@ -41,6 +41,23 @@ def test_every_parameter_is_listed_with_what_a_device_holds(tmp_path):
     assert f"on 16 devices: {held / 1e9:,.3f} GB a device" in text
 
 
+def test_a_cache_is_listed_as_decoding_spreads_it(tmp_path):
+    file = tmp_path / "list.json"
+    mesh = "--mesh=data=2,tensor=2,context=2"
+    status, text = main("qwen3-next-tiny", mesh, "--cache=4,16", f"--json={file}")
+    assert status == 0
+    rows = {row["cache"]: row for row in json.loads(file.read_text())["cache"]}
+    keys = rows["layers/global_layer/keys"]
+    assert keys["axes"] == ["blocks", "batch", "positions", "heads", None]
+    assert keys["shape"] == [1, 4, 16, 2, 16]
+    assert keys["mesh_axes"] == [[], ["data", "context"], [], ["tensor"], []]
+    assert keys["bytes"] == 4 * 4 * 16 * 2 * 16 // 8
+    state = rows["layers_remainder/local_layers/state"]
+    assert state["mesh_axes"] == [[], ["data", "context"], ["tensor"], [], []]
+    held = sum(row["bytes"] for row in rows.values())
+    assert f"{len(rows)} leaves on 8 devices: {held / 1e9:,.3f} GB a device" in text
+
+
 def test_the_published_model_trained_with_adamw_has_the_peers_arguments():
     """7,487,574,016 bytes of parameters and two moments on each of 128 devices."""
     _, text = main("qwen3-next-80b-a3b", "--mesh=fsdp=128")
@@ -68,6 +85,8 @@ def test_rules_may_come_from_a_file(tmp_path):
         (["qwen3-next-tiny", "--mesh=fsdp=two"], "'fsdp=two'"),
         (["qwen3-next-tiny", "--mesh=fsdp=2,fsdp=4"], "once and a size"),
         (["qwen3-next-tiny", "--mesh=fsdp=0"], "the size 0"),
+        (["qwen3-next-tiny", "--mesh=fsdp=2", "--cache=4"], "--cache has '4'"),
+        (["qwen3-next-tiny", "--mesh=fsdp=2", "--cache=4,0"], "--cache has '4,0'"),
         (
             ["qwen3-next-tiny", "--mesh=fsdp=5"],
             "embed_tokens: embed of 32 over fsdp of 5",

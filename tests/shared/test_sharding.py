@@ -1,8 +1,11 @@
 """From axis names to mesh axes: against Linen's own rules, and with clear errors."""
 
+import functools
+
 import jax
 import pytest
 from flax import linen as nn
+from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AbstractMesh, PartitionSpec
@@ -55,6 +58,10 @@ def test_rules_are_read_as_linen_reads_them(names, rules):
 def test_the_first_rule_that_fits_wins_and_no_mesh_axis_is_used_twice(
     names, rules, expected
 ):
+    """Flax's NNX has the last rule of a name win, and one mesh axis in two dimensions.
+
+    AI-Hypercomputer/maxtext, PR 4205. The first two cases are the reported ones.
+    """
     assert partition_spec(names, rules, MESH_AXES) == expected
 
 
@@ -104,6 +111,23 @@ def test_shardings_are_those_of_linens_partitioning():
         mine = dict(flatten(ours))[path].spec
         for one, other in zip(mine, spec, strict=True):
             assert sharding.as_tuple(one) == sharding.as_tuple(other), path
+
+
+def test_names_on_nnx_variables_stand_where_linens_do():
+    """Rules are read by one function for both, not by each of Flax's (PR 4205)."""
+    config, axes = shared.preset("qwen3-next-tiny"), ("fsdp", "expert", "tensor")
+    pair = decoders.abstract_pair(config)
+    boxed = zoo_linen.partitioning.box(pair.params, config)
+    linen = dict(flatten(nn.get_partition_spec(boxed)))
+    variables = nnx.to_flat_state(nnx.state(pair.nnx, nnx.Param))
+    named = {path: v.get_metadata()["out_sharding"] for path, v in variables}
+    for rules in (AXIS_RULES, (("embed", "tensor"), ("embed", "fsdp"), *AXIS_RULES)):
+        place = functools.partial(partition_spec, rules=rules, mesh_axes=axes)
+        ours, theirs = (
+            {path: place(names) for path, names in tree.items()}
+            for tree in (named, linen)
+        )
+        assert ours == theirs
 
 
 @pytest.mark.parametrize(
