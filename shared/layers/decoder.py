@@ -348,7 +348,10 @@ def create_context(
       ValueError: the cache is of another config or batch size, or has no room for the
         tokens (see `decoder_cache.check_room`).
     """
-    given |= {"axis_rules": config.axis_rules, "expert_chunks": config.expert_chunks}
+    given |= {
+        name: getattr(config, name)
+        for name in ("axis_rules", "expert_chunks", "attention_kernel")
+    }
     if cache is None:
         return Context.create(tokens.shape, **given)
     check_cache(config, cache, *tokens.shape[:1])
