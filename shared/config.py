@@ -25,6 +25,9 @@ Activation = Literal["silu", "gelu_tanh"]
 AttentionKernel = Literal[
     "auto", "reference", "splash", "splash_interpreted", "dot_product", "cudnn"
 ]
+ExpertKernel = Literal[
+    "auto", "reference", "ragged_dot", "megablox", "megablox_interpreted"
+]
 
 
 class ConfigError(ValueError):
@@ -519,6 +522,11 @@ class DecoderConfig:
         package. "splash": always; it then has its own gradient. "splash_interpreted":
         the same on any platform, slowly, for tests. "dot_product" and "cudnn":
         `jax.nn.dot_product_attention`. What a kernel cannot, the reference does.
+      expert_kernel: what multiplies rows by their expert's matrices. "auto": JAX's
+        Megablox in programs for a TPU, else "reference": a loop of this package on a
+        CPU, `jax.lax.ragged_dot` elsewhere. "ragged_dot", "megablox" and, for tests,
+        "megablox_interpreted": on all platforms. What Megablox cannot, the reference
+        does.
     """
 
     family: str
@@ -556,6 +564,7 @@ class DecoderConfig:
     axis_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
     expert_chunks: int = 1
     attention_kernel: AttentionKernel = "auto"
+    expert_kernel: ExpertKernel = "auto"
 
     def __post_init__(self):
         _positive(
@@ -602,6 +611,7 @@ class DecoderConfig:
                 "neither holds the other's values. Make them equal, or one float32."
             )
         _one_of("attention_kernel", self.attention_kernel, get_args(AttentionKernel))
+        _one_of("expert_kernel", self.expert_kernel, get_args(ExpertKernel))
         resolve_remat_policy(self.remat_policy)
         self.plan  # noqa: B018  (an explicit period that contradicts the kinds raises)
 

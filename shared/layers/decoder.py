@@ -348,10 +348,8 @@ def create_context(
       ValueError: the cache is of another config or batch size, or has no room for the
         tokens (see `decoder_cache.check_room`).
     """
-    given |= {
-        name: getattr(config, name)
-        for name in ("axis_rules", "expert_chunks", "attention_kernel")
-    }
+    names = "axis_rules", "expert_chunks", "attention_kernel", "expert_kernel"
+    given |= {name: getattr(config, name) for name in names}
     if cache is None:
         return Context.create(tokens.shape, **given)
     check_cache(config, cache, *tokens.shape[:1])

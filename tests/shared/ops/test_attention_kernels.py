@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib.util
 
 import jax
 import jax.numpy as jnp
@@ -12,13 +13,14 @@ import shared
 import zoo_linen
 import zoo_nnx
 from parity import decoders
-from parity.programs import program
-from shared import training
+from parity.programs import program, topology
 from shared.config import LayerKind
 from shared.layers.self_attention import attend_to_own
 from shared.ops import attention_kernels
 from shared.ops.attention import Keys
+from shared.ops.experts import grouped_matmul
 from shared.presets import qwen3_next_tiny
+from shared.sharding import AXIS_RULES
 from tests.references import attention as reference
 
 B, T, N, K, H = 2, 256, 4, 2, 64
@@ -26,6 +28,7 @@ SCALE = 0.125
 # Sums of up to 256 products of normal numbers, twice rounded to the type.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
 ON_TPU = "tpu_custom_call"
+HAS_LIBTPU = importlib.util.find_spec("libtpu") is not None
 
 
 def draw(dtype="float32", length=T, value_width=H):
@@ -162,13 +165,36 @@ def test_with_64_bit_types_the_reference_is_used():
         assert ON_TPU not in lowered("splash", *draw())
 
 
-# One layer that has a kernel, scanned and rematerialised.
-DENSE = LayerKind("full_attention", "dense")
-SMALL = qwen3_next_tiny(2)
-SMALL = SMALL.replace(
-    layers=(DENSE,) * 2,
-    attention=dataclasses.replace(SMALL.attention, head_dim=H),
+@pytest.mark.skipif(not HAS_LIBTPU, reason='needs libtpu: pip install -e ".[tpu]"')
+def test_the_kernels_compile_for_a_tpu():
+    device, *_ = topology.topology("v5p:2x2x1")
+    *arrays, ids = draw("bfloat16", length=128)
+    rows = jnp.ones((200, 128), jnp.bfloat16)
+    weights = jnp.ones((3, 128, 256), jnp.bfloat16)
+    sizes = jnp.asarray([0, 150, 30], jnp.int32)
+
+    def both(arrays, rows, weights):
+        attend = functools.partial(by_kernel, "auto", 100)
+        product = functools.partial(grouped_matmul, group_sizes=sizes)
+        y, transpose = jax.vjp(product, rows, weights)
+        return with_gradients(attend, *arrays, ids), y, transpose(y)
+
+    text = topology.compile_for(device, both, arrays, rows, weights).as_text()
+    calls = text.count(f'custom_call_target="{ON_TPU}"')
+    assert calls == 4 + 3  # see the tests of what is chosen
+
+
+# Layers that have kernels for both of their halves, scanned and rematerialised.
+TINY = qwen3_next_tiny(2)
+WIDE = {"hidden_size": 128}
+SMALL = TINY.replace(
+    layers=(LayerKind("full_attention", "moe"),) * 2,
+    attention=dataclasses.replace(TINY.attention, head_dim=H, **WIDE),
+    moe=dataclasses.replace(TINY.moe, expert_size=128, **WIDE),
+    delta_net=None,
+    mlp=None,
     remat_policy="full",
+    **WIDE,
 )
 
 
@@ -177,19 +203,15 @@ def functions_of(config):
     return zoo_linen.as_function(pair.linen), zoo_nnx.as_function(pair.nnx)
 
 
-def gradients_of(function):
-    def gradients(params, tokens):
-        return training.gradients(function, params, {"tokens": tokens})
-
-    return gradients
-
-
 def test_with_kernels_the_frontends_are_one_program_on_a_tpu():
-    functions = [gradients_of(f) for f in functions_of(SMALL)]
     given = shared.abstract_params(SMALL), jnp.ones((1, 128), jnp.int32)
-    linen, nnx = (program.lower(f, *given, platform="tpu") for f in functions)
-    assert ON_TPU in linen.text()
+    linen, nnx = (
+        program.lower(function, *given, platform="tpu")
+        for function in functions_of(SMALL)
+    )
     assert linen.digest == nnx.digest
+    kernels = [line for line in linen.text().splitlines() if ON_TPU in line]
+    assert ["splash_mha_fwd" in line for line in kernels] == [True] + 3 * [False]
 
 
 def test_a_cache_is_attended_to_by_the_reference():
@@ -198,4 +220,28 @@ def test_a_cache_is_attended_to_by_the_reference():
     cache = shared.init_cache(config, 1, 256)
     given = shared.abstract_params(config), jnp.ones((1, 128), jnp.int32)
     traced = jax.jit(function).trace(*given, cache=cache)
-    assert ON_TPU not in traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert "splash" not in traced.lower(lowering_platforms=("tpu",)).as_text()
+
+
+@pytest.mark.parametrize(
+    ("axes", "rules", "kernel"),
+    [
+        ({"fsdp": 2}, AXIS_RULES, True),
+        ({"context": 2}, AXIS_RULES, False),
+        ({"fsdp": 2}, (), False),
+        ({"fsdp": 1}, (), True),
+    ],
+)
+def test_on_a_mesh_a_kernel_is_used_where_rows_are_whole(axes, rules, kernel):
+    config = SMALL.replace(axis_rules=rules)
+    function, _ = functions_of(config)
+    given = shared.abstract_params(config), jnp.ones((2, 128), jnp.int32)
+    mesh = jax.sharding.AbstractMesh(
+        tuple(axes.values()),
+        tuple(axes),
+        axis_types=(jax.sharding.AxisType.Auto,) * len(axes),
+    )
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = str(jax.make_jaxpr(function)(*given))
+    assert ("splash" in text) == kernel
+    assert ("gmm" in text) == (kernel or "context" in axes)
