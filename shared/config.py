@@ -22,6 +22,12 @@ from shared.plan import LayerPlan, make_plan
 Mixer = Literal["linear_attention", "sliding_attention", "full_attention"]
 FeedForward = Literal["dense", "moe", "dense_and_moe"]
 Activation = Literal["silu", "gelu_tanh"]
+AttentionKernel = Literal[
+    "auto", "reference", "splash", "splash_interpreted", "dot_product", "cudnn"
+]
+ExpertKernel = Literal[
+    "auto", "reference", "ragged_dot", "megablox", "megablox_interpreted"
+]
 
 
 class ConfigError(ValueError):
@@ -511,6 +517,16 @@ class DecoderConfig:
         nothing is said of them.
       expert_chunks: on a mesh, in how many parts a device gathers the weights of a
         layer's experts: what it holds at once is a part.
+      attention_kernel: what computes the attention of tokens to themselves. "auto":
+        JAX's splash attention in programs for a TPU, else "reference", the op of this
+        package. "splash": always; it then has its own gradient. "splash_interpreted":
+        the same on any platform, slowly, for tests. "dot_product" and "cudnn":
+        `jax.nn.dot_product_attention`. What a kernel cannot, the reference does.
+      expert_kernel: what multiplies rows by their expert's matrices. "auto": JAX's
+        Megablox in programs for a TPU, else "reference": a loop of this package on a
+        CPU, `jax.lax.ragged_dot` elsewhere. "ragged_dot", "megablox" and, for tests,
+        "megablox_interpreted": on all platforms. What Megablox cannot, the reference
+        does.
     """
 
     family: str
@@ -547,6 +563,8 @@ class DecoderConfig:
     dtype: str = "float32"
     axis_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
     expert_chunks: int = 1
+    attention_kernel: AttentionKernel = "auto"
+    expert_kernel: ExpertKernel = "auto"
 
     def __post_init__(self):
         _positive(
@@ -592,6 +610,8 @@ class DecoderConfig:
                 f"param_dtype={self.param_dtype} and dtype={self.dtype} do not mix: "
                 "neither holds the other's values. Make them equal, or one float32."
             )
+        _one_of("attention_kernel", self.attention_kernel, get_args(AttentionKernel))
+        _one_of("expert_kernel", self.expert_kernel, get_args(ExpertKernel))
         resolve_remat_policy(self.remat_policy)
         self.plan  # noqa: B018  (an explicit period that contradicts the kinds raises)
 

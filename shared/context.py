@@ -36,6 +36,8 @@ class Context:
       want_hidden: whether layers return their output in `LayerAux.hidden`.
       axis_rules: where activations stand on the mesh at hand (`shared.sharding`).
       expert_chunks: in how many parts a device gathers the weights of experts.
+      attention_kernel: what computes attention (`DecoderConfig.attention_kernel`).
+      expert_kernel: what multiplies rows by their expert's matrices.
     """
 
     positions: Array
@@ -48,6 +50,8 @@ class Context:
     want_hidden: bool = dataclasses.field(default=False, metadata={"static": True})
     axis_rules: AxisRules = dataclasses.field(default=(), metadata={"static": True})
     expert_chunks: int = dataclasses.field(default=1, metadata={"static": True})
+    attention_kernel: str = dataclasses.field(default="auto", metadata={"static": True})
+    expert_kernel: str = dataclasses.field(default="auto", metadata={"static": True})
 
     @property
     def deterministic(self) -> bool:
@@ -94,6 +98,8 @@ class Context:
         want_hidden: bool = False,
         axis_rules: AxisRules = (),
         expert_chunks: int = 1,
+        attention_kernel: str = "auto",
+        expert_kernel: str = "auto",
     ) -> Context:
         """A context for inputs of `shape`, with what is not given filled in.
 
@@ -143,6 +149,8 @@ class Context:
             want_hidden=want_hidden,
             axis_rules=axis_rules,
             expert_chunks=expert_chunks,
+            attention_kernel=attention_kernel,
+            expert_kernel=expert_kernel,
         )
 
 

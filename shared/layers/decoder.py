@@ -358,8 +358,9 @@ def create_context(
       ValueError: the cache is of another config or batch size, or has no room for the
         tokens (see `decoder_cache.check_room`).
     """
+    names = "expert_chunks", "attention_kernel", "expert_kernel"
+    given |= {name: getattr(config, name) for name in names}
     given["axis_rules"] = config.axis_rules if axis_rules is None else axis_rules
-    given["expert_chunks"] = config.expert_chunks
     if cache is None:
         return Context.create(tokens.shape, **given)
     check_cache(config, cache, *tokens.shape[:1])

@@ -22,6 +22,7 @@ from shared.context import Context
 from shared.layers.linear import bias_spec, project
 from shared.layers.norm import norm_spec, normalize
 from shared.layers.rotary import rotate
+from shared.layers.self_attention import attend_to_own
 from shared.ops import attention
 from shared.ops.attention import Keys
 from shared.ops.norm import unit_rms_norm
@@ -233,14 +234,17 @@ def _attend(
     sources: Sequence[Keys],
     config: AttentionConfig,
 ) -> Array:
-    return attention.attend(
-        q,
-        context.segment_ids,
-        order,
-        sources,
-        scale=config.head_dim**-0.5 if config.scale is None else config.scale,
-        window=config.window,
-    )
+    scale = config.head_dim**-0.5 if config.scale is None else config.scale
+    own, ids = _own_tokens(sources), context.segment_ids
+    if own is not None:
+        return attend_to_own(q, context, own, scale=scale, window=config.window)
+    return attention.attend(q, ids, order, sources, scale=scale, window=config.window)
+
+
+def _own_tokens(sources: Sequence[Keys]) -> Keys | None:
+    """The keys of the given tokens, if there are no others."""
+    cached, *new = sources
+    return new[0] if new and not cached.keys.shape[1] else None
 
 
 def _output(

@@ -21,6 +21,7 @@ from shared.config import LatentAttentionConfig, YarnScaling
 from shared.context import Context
 from shared.layers.linear import bias_spec, project
 from shared.layers.rotary import rotate
+from shared.layers.self_attention import attend_to_own
 from shared.ops import attention
 from shared.ops.attention import Keys
 from shared.ops.norm import rms_norm
@@ -160,8 +161,8 @@ def _attend_to_heads(
 
     ids = context.segment_ids
     order = cache.order(ids, context.cache_slot)
-    source = Keys(k, v, ids, order)
-    return attention.attend(q, ids, order, [source], scale=_scale(config))
+    own = Keys(k, v, ids, order)
+    return attend_to_own(q, context, own, scale=_scale(config))
 
 
 def _attend_to_latents(

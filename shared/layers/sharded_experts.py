@@ -45,6 +45,7 @@ def sharded_expert_mlp(
     outward_at: PartitionSpec,
     chunks: int,
     activation: str,
+    kernel: str = "auto",
 ) -> Float[Array, "B T D"]:
     """`expert_mlp` of arrays that stand on the mesh at hand (`jax.set_mesh`).
 
@@ -59,6 +60,7 @@ def sharded_expert_mlp(
       outward_at: where the down projection stands.
       chunks: in how many parts a device gathers its experts.
       activation: its name.
+      kernel: see `grouped_matmul`.
 
     Raises:
       ValueError: the experts of a device do not divide into so many parts.
@@ -66,7 +68,7 @@ def sharded_expert_mlp(
     axes = _Axes(*(as_tuple(entry) for entry in inward_at))
     own = PartitionSpec(*tokens_at[:2], None)
     body = functools.partial(
-        _own_tokens, axes=axes, chunks=chunks, activation=activation
+        _own_tokens, axes=axes, chunks=chunks, activation=activation, kernel=kernel
     )
     flags = PartitionSpec(*tokens_at[:2])
     sharded = jax.shard_map(
@@ -88,6 +90,7 @@ def _own_tokens(
     axes: _Axes,
     chunks: int,
     activation: str,
+    kernel: str,
 ) -> Array:
     """What one device does for its tokens, with its parts of the matrices."""
     parts = 1 if not axes.expert else jax.lax.axis_size(axes.expert)
@@ -105,6 +108,7 @@ def _own_tokens(
         axes=axes,
         chunks=chunks,
         activation=activation,
+        kernel=kernel,
     )
     if parts == 1:
         y = mlp(routed.rows, routed.scale, routed.sizes)
@@ -124,6 +128,7 @@ def _mlp_in_chunks(
     axes: _Axes,
     chunks: int,
     activation: str,
+    kernel: str,
 ) -> Float[Array, "R D"]:
     """The rows' MLPs; what is gathered for a chunk is gathered again going back."""
 
@@ -141,7 +146,7 @@ def _mlp_in_chunks(
         # which must not go on to whose rows they are.
         own = (jnp.arange(rows.shape[0], dtype=sizes.dtype) < jnp.sum(sizes))[:, None]
         rows, scale = (jnp.where(own, a, 0) for a in (rows, scale))
-        return ops.mlp_by_matrix(rows, scale, *whole, sizes, activation)
+        return ops.mlp_by_matrix(rows, scale, *whole, sizes, activation, kernel)
 
     if chunks == 1:
         return mlp(rows, scale, sizes, matrices)

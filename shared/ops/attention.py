@@ -72,21 +72,72 @@ def attend(
             anything are not read: past the first block a token costs what its cache
             holds, not its size.
     """
-    batch, length, heads, width = q.shape
-    key_heads, value_width = sources[0].keys.shape[2], sources[0].values.shape[3]
-    int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+    live = _live(sources)
+    if not live:
+        return jnp.zeros((*q.shape[:3], sources[0].values.shape[3]), q.dtype)
+    options = _Options(scale, window, block_size)
+    ids, order = (jnp.asarray(x, jnp.int32) for x in (segment_ids, index))
+    y = _attend(options, _group(q, live), ids, order, live)
+    return y.reshape(*q.shape[:3], y.shape[-1])
 
-    live = tuple(
+
+def forward(
+    q: Float[Array, "B T N H"],
+    segment_ids: Int[Array, "B T"],
+    index: Int[Array, "B T"],
+    source: Keys,
+    *,
+    scale: float,
+    window: int | None,
+    block_size: int = 256,
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B T N"]]:
+    """`attend` to one source, for a gradient of the caller's own (see `gradients`).
+
+    Returns:
+        The outputs, and the logarithm of each softmax sum: inf where nothing is seen.
+    """
+    options = _Options(scale, window, block_size)
+    grouped = _group(q, (source,))
+    y, log_total = _forward(options, grouped, segment_ids, index, (source,))
+    return y.reshape(*q.shape[:3], y.shape[-1]), log_total.reshape(q.shape[:3])
+
+
+def gradients(
+    q: Float[Array, "B T N H"],
+    segment_ids: Int[Array, "B T"],
+    index: Int[Array, "B T"],
+    source: Keys,
+    y: Float[Array, "B T N Hv"],
+    log_total: Float[Array, "B T N"],
+    y_grad: Float[Array, "B T N Hv"],
+    *,
+    scale: float,
+    window: int | None,
+    block_size: int = 256,
+) -> tuple[Array, Array, Array]:
+    """Gradients to queries, keys and values, from what `forward` took and gave."""
+    options = _Options(scale, window, block_size)
+    sources = (source,)
+    y, y_grad, log_total = (_group(x, sources) for x in (y, y_grad, log_total))
+    residuals = _group(q, sources), segment_ids, index, sources, y, log_total
+    q_grad, (grads,) = _backward(options, residuals, y_grad)
+    return q_grad.reshape(q.shape), grads.keys, grads.values
+
+
+def _live(sources: Sequence[Keys]) -> tuple[Keys, ...]:
+    """The sources that hold anything."""
+    int32 = functools.partial(jnp.asarray, dtype=jnp.int32)
+    return tuple(
         Keys(keys, values, int32(ids), int32(order))
         for keys, values, ids, order in sources
         if keys.shape[1]
     )
-    if not live:
-        return jnp.zeros((batch, length, heads, value_width), q.dtype)
-    grouped = q.reshape(batch, length, key_heads, heads // key_heads, width)
-    options = _Options(scale, window, block_size)
-    y = _attend(options, grouped, int32(segment_ids), int32(index), live)
-    return y.reshape(batch, length, heads, value_width)
+
+
+def _group(x: Array, sources: tuple[Keys, ...]) -> Array:
+    """[B, T, N, ...] as [B, T, K, G, ...]."""
+    key_heads = sources[0].keys.shape[2]
+    return x.reshape(*x.shape[:2], key_heads, x.shape[2] // key_heads, *x.shape[3:])
 
 
 class _Options(NamedTuple):

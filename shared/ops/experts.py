@@ -10,6 +10,7 @@ width, M rows of a block.
 """
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from shared.ops import megablox
 from shared.ops.activation import activate
 from shared.ops.matmul import MOST_ROWS
 
@@ -33,6 +35,7 @@ def expert_mlp(
     real: Bool[Array, " n"],
     *,
     activation: str,
+    kernel: str = "auto",
 ) -> Float[Array, "n D"]:
     """Sum over a token's experts of weight * down(activation(gate x) * up x).
 
@@ -46,12 +49,13 @@ def expert_mlp(
         down_proj: Down projections.
         real: False at padding, which is not computed: exact zeros, zero gradients.
         activation: Its name (see `shared.ops.activation`).
+        kernel: See `grouped_matmul`.
     """
     routed = rows_by_expert(x, experts, weights, real, gate_proj.shape[0])
     small = routed.order.size <= MOST_ROWS * gate_proj.shape[0]
     mlp = mlp_of_small_groups if small else mlp_by_matrix
     rows, scale, sizes = routed.rows, routed.scale, routed.sizes
-    y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes, activation)
+    y = mlp(rows, scale, gate_proj, up_proj, down_proj, sizes, activation, kernel)
     return sum_by_token(y, routed, real)
 
 
@@ -110,15 +114,16 @@ def mlp_by_matrix(
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
     activation: str,
+    kernel: str = "auto",
 ) -> Float[Array, "R D"]:
     """down(activation(gate x) * up x * scale) for rows sorted by group, by matrix."""
-    gate = grouped_matmul(rows, gate_proj, group_sizes).astype(scale.dtype)
-    up = grouped_matmul(rows, up_proj, group_sizes).astype(scale.dtype)
+    gate = grouped_matmul(rows, gate_proj, group_sizes, kernel).astype(scale.dtype)
+    up = grouped_matmul(rows, up_proj, group_sizes, kernel).astype(scale.dtype)
     hidden = (activate(gate, activation) * up * scale).astype(rows.dtype)
-    return grouped_matmul(hidden, down_proj, group_sizes)
+    return grouped_matmul(hidden, down_proj, group_sizes, kernel)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(6,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
 def mlp_of_small_groups(
     rows: Float[Array, "R D"],
     scale: Float[Array, "R 1"],
@@ -127,12 +132,16 @@ def mlp_of_small_groups(
     down_proj: Float[Array, "E F D"],
     group_sizes: Int[Array, " E"],
     activation: str,
+    kernel: str = "auto",
 ) -> Float[Array, "R D"]:
     """`mlp_by_matrix` for groups of a few rows on average; on a CPU by their own form.
 
     The gradient is that of `mlp_by_matrix`, of which the forward pass is run again:
     with a few rows that costs less than to keep its products.
     """
+    by_matrix = functools.partial(mlp_by_matrix, activation=activation, kernel=kernel)
+    if kernel not in ("auto", "reference"):
+        return by_matrix(rows, scale, gate_proj, up_proj, down_proj, group_sizes)
     return jax.lax.platform_dependent(
         rows,
         scale,
@@ -141,18 +150,18 @@ def mlp_of_small_groups(
         down_proj,
         group_sizes,
         cpu=functools.partial(mlp_by_group, activation=activation),
-        default=functools.partial(mlp_by_matrix, activation=activation),
+        default=by_matrix,
     )
 
 
 def _mlp_of_small_groups_forward(*args):
-    return mlp_of_small_groups(*args), args[:-1]
+    return mlp_of_small_groups(*args), args[:-2]
 
 
-def _mlp_of_small_groups_backward(activation, args, gradient):
+def _mlp_of_small_groups_backward(activation, kernel, args, gradient):
     *inputs, group_sizes = args
     mlp = functools.partial(
-        mlp_by_matrix, group_sizes=group_sizes, activation=activation
+        mlp_by_matrix, group_sizes=group_sizes, activation=activation, kernel=kernel
     )
     _, transpose = jax.vjp(mlp, *inputs)
     return *transpose(gradient), None
@@ -206,35 +215,45 @@ def mlp_by_group(
     return jax.lax.fori_loop(0, count, multiply_group, jnp.zeros_like(rows))
 
 
-@jax.custom_vjp
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_matmul(
     rows: Float[Array, "R D"],
     weights: Float[Array, "E D F"],
     group_sizes: Int[Array, " E"],
+    kernel: str = "auto",
 ) -> Float[Array, "R F"]:
     """Each row times its group's matrix, accumulated in at least float32.
 
     The first `group_sizes[0]` rows belong to matrix 0, the next `group_sizes[1]` to
     matrix 1, and so on. Rows after the last group come out undefined.
 
-    Two forms: blocks of rows on CPU, where `jax.lax.ragged_dot` multiplies every row by
-    every matrix, and `ragged_dot` elsewhere.
+    Three forms, chosen by the platform that the program is lowered for: blocks of rows
+    on CPU, where `jax.lax.ragged_dot` multiplies every row by every matrix; on TPU
+    `shared.ops.megablox`, where it fits; `ragged_dot` elsewhere.
+
+    Args:
+        rows: Sorted by group.
+        weights: A matrix for each group.
+        group_sizes: How many rows each has.
+        kernel: "auto"; "reference": the same without Megablox; or the form on all
+            platforms: "ragged_dot", "megablox", "megablox_interpreted".
     """
-    return jax.lax.platform_dependent(
-        rows, weights, group_sizes, cpu=blocked_matmul, default=ragged_matmul
-    )
+    chosen = _forms(kernel, rows, weights)
+    by_platform = {platform: form.matmul for platform, form in chosen.items()}
+    return jax.lax.platform_dependent(rows, weights, group_sizes, **by_platform)
 
 
-def _grouped_matmul_forward(rows, weights, group_sizes):
-    return grouped_matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
+def _grouped_matmul_forward(rows, weights, group_sizes, kernel):
+    y = grouped_matmul(rows, weights, group_sizes, kernel)
+    return y, (rows, weights, group_sizes)
 
 
-def _grouped_matmul_backward(residuals, gradient):
+def _grouped_matmul_backward(kernel, residuals, gradient):
     # The choice of platform is made again here and not left to autodiff, which would
     # hand on the weights as an output of the forward choice: a copy of all of them.
-    d_rows, d_weights = jax.lax.platform_dependent(
-        *residuals, gradient, cpu=blocked_gradients, default=ragged_gradients
-    )
+    chosen = _forms(kernel, *residuals[:2])
+    by_platform = {platform: form.gradients for platform, form in chosen.items()}
+    d_rows, d_weights = jax.lax.platform_dependent(*residuals, gradient, **by_platform)
     return d_rows, d_weights, None
 
 
@@ -401,6 +420,36 @@ def _sum_outer_blocks(
     shape = group_sizes.shape[0], rows.shape[1], gradient.shape[1]
     sums = jnp.zeros(shape, accumulator)
     return jax.lax.fori_loop(0, blocks.used, add, sums).astype(dtype)
+
+
+class _Form(NamedTuple):
+    """Both directions of a form of `grouped_matmul`."""
+
+    matmul: Callable[..., Array]
+    gradients: Callable[..., tuple[Array, Array]]
+
+
+_BLOCKED = _Form(blocked_matmul, blocked_gradients)
+_RAGGED = _Form(ragged_matmul, ragged_gradients)
+_MEGABLOX = _Form(megablox.matmul, megablox.gradients)
+_INTERPRETED = _Form(
+    functools.partial(megablox.matmul, interpret=True),
+    functools.partial(megablox.gradients, interpret=True),
+)
+
+
+def _forms(kernel: str, rows: Array, weights: Array) -> dict[str, _Form]:
+    """The form on each platform, and by default."""
+    if kernel == "ragged_dot":
+        return {"default": _RAGGED}
+    if kernel != "reference" and megablox.fits(rows, weights):
+        by_kernel = {
+            "auto": {"cpu": _BLOCKED, "tpu": _MEGABLOX, "default": _RAGGED},
+            "megablox": {"default": _MEGABLOX},
+            "megablox_interpreted": {"default": _INTERPRETED},
+        }
+        return by_kernel[kernel]
+    return {"cpu": _BLOCKED, "default": _RAGGED}
 
 
 def sort_by_expert(

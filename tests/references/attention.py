@@ -60,3 +60,34 @@ def _softmax(query, keys, seen, scale):
     scores = [scale * (np.float64(query) @ np.float64(keys[s])) for s in seen]
     powers = [math.exp(score - max(scores)) for score in scores]
     return [(s, power / sum(powers)) for s, power in zip(seen, powers, strict=True)]
+
+
+def attend_whole_rows(q, segment_ids, keys, values, y_grad, scale, window=None):
+    """The outputs, and the gradients of `sum(y * y_grad)`, of tokens among themselves.
+
+    The same by whole matrices, for long rows; a window counts places.
+    """
+    q, keys, values, y_grad = (np.float64(x) for x in (q, keys, values, y_grad))
+    group = q.shape[2] // keys.shape[2]
+    k, v = (np.repeat(x, group, axis=2) for x in (keys, values))
+    place = np.arange(q.shape[1])
+    behind = place[:, None] - place[None]
+    seen = (behind >= 0) & (behind < (window or len(place)))
+    seen = seen & (segment_ids[:, :, None] == segment_ids[:, None])
+    seen &= (segment_ids > 0)[:, :, None]
+    scores = np.where(seen[:, None], scale * np.einsum("btnh,bsnh->bnts", q, k), -1e300)
+    powers = np.exp(scores - scores.max(-1, keepdims=True)) * seen[:, None]
+    weights = powers / np.maximum(powers.sum(-1, keepdims=True), 1e-300)
+    weight_grad = np.einsum("btnv,bsnv->bnts", y_grad, v)
+    mean = (weights * weight_grad).sum(-1, keepdims=True)
+    score_grad = scale * weights * (weight_grad - mean)
+
+    def by_key_head(x):
+        return x.reshape(*keys.shape[:3], group, -1).sum(3)
+
+    return (
+        np.einsum("bnts,bsnv->btnv", weights, v),
+        np.einsum("bnts,bsnh->btnh", score_grad, k),
+        by_key_head(np.einsum("bnts,btnh->bsnh", score_grad, q)),
+        by_key_head(np.einsum("bnts,btnv->bsnv", weights, y_grad)),
+    )

@@ -43,6 +43,8 @@ def test_a_part_that_does_not_fit_names_field_and_both_values(part, changes, wor
         ({"param_scan_axis": 2}, ("param_scan_axis", "2")),
         ({"dropout_rate": 1.0}, ("dropout_rate", "1.0")),
         ({"remat_policy": "some"}, ("remat_policy='some'", "dots_saveable")),
+        ({"attention_kernel": "flash"}, ("attention_kernel", "'flash'", "splash")),
+        ({"expert_kernel": "gmm"}, ("expert_kernel", "'gmm'", "megablox")),
     ],
 )
 def test_a_model_that_does_not_fit_names_field_and_values(changes, words):

@@ -21,6 +21,8 @@ import zoo_linen
 import zoo_nnx
 from shared import sharding, training
 from shared.layers import experts
+from shared.layers.self_attention import attend_to_own
+from shared.ops.attention import Keys
 from shared.ops.routing import route
 from shared.params import draw_tree
 from shared.presets import qwen3_next_tiny
@@ -39,6 +41,11 @@ EXPERTS = {
     "tensor": ({"data": 4, "tensor": 2}, 1),
     "all": ({"fsdp": 2, "expert": 2, "tensor": 2}, 2),
     "context": ({"expert": 4, "context": 2}, 1),
+}
+# How rows and heads of attention are spread; rows in parts are for the reference.
+ATTENTION = {
+    "heads": {"fsdp": 2, "tensor": 4},
+    "lengths": {"fsdp": 4, "context": 2},
 }
 MODELS = {
     "fsdp": ({"data": 2, "fsdp": 4}, 2),
@@ -82,6 +89,38 @@ def expert_results(mesh, chunks):
         return jax.jit(run)(jax.device_put(weights, places), X)
 
 
+def attention_results(mesh, kernel="splash_interpreted"):
+    """Output and gradients of attention to rows of 128, by a kernel."""
+    random = np.random.default_rng(0)
+    q, k, v, wanted = (
+        np.float32(random.normal(size=(8, 128, heads, 64))) for heads in (8, 4, 4, 8)
+    )
+    ids = np.ones((8, 128), np.int32)
+    ids[0, 50:] = 2
+    ids[1, :9] = 0
+
+    def attend(q, k, v, ids):
+        rules = () if mesh is None else AXIS_RULES
+        context = shared.Context.create(
+            ids.shape, segment_ids=ids, axis_rules=rules, attention_kernel=kernel
+        )
+        index = jax.numpy.cumsum(ids > 0, axis=1, dtype=np.int32) - 1
+        own = Keys(k, v, context.segment_ids, index)
+        return attend_to_own(q, context, own, scale=0.125)
+
+    def run(q, k, v, ids):
+        y, transpose = jax.vjp(lambda *heads: attend(*heads, ids), q, k, v)
+        return dict(zip("yqkv", (y, *transpose(wanted)), strict=True))
+
+    if mesh is None:
+        return jax.jit(run)(q, k, v, ids)
+    names = "batch", "length", "heads", None
+    at = sharding.partition_spec(names, AXIS_RULES, mesh.axis_names)
+    with jax.set_mesh(mesh):
+        heads = jax.device_put((q, k, v), jax.sharding.NamedSharding(mesh, at))
+        return jax.jit(run)(*heads, ids)
+
+
 def model_results(frontend, mesh, chunks):
     """Loss and gradients of a model."""
     config = CONFIG
@@ -110,6 +149,9 @@ def main(file):
     results = {"experts/whole": expert_results(None, 1)}
     for name, (sizes, chunks) in EXPERTS.items():
         results[f"experts/{name}"] = expert_results(sharding.make_mesh(sizes), chunks)
+    results["attention/whole"] = attention_results(None, "reference")
+    for name, sizes in ATTENTION.items():
+        results[f"attention/{name}"] = attention_results(sharding.make_mesh(sizes))
     results["linen/whole"] = model_results("linen", None, 1)
     for name, (sizes, chunks) in MODELS.items():
         mesh = sharding.make_mesh(sizes)

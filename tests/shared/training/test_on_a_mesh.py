@@ -45,6 +45,11 @@ def test_experts_on_a_mesh_are_the_experts(results, mesh):
     assert_near(results[f"experts/{mesh}"], results["experts/whole"])
 
 
+@pytest.mark.parametrize("mesh", script.ATTENTION)
+def test_a_kernel_on_a_mesh_is_attention(results, mesh):
+    assert_near(results[f"attention/{mesh}"], results["attention/whole"])
+
+
 @pytest.mark.parametrize("mesh", script.MODELS)
 def test_a_model_on_a_mesh_has_the_gradients_of_one_device(results, mesh):
     assert_near(results[f"linen/{mesh}"], results["linen/whole"])
