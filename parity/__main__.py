@@ -30,6 +30,7 @@ from parity.cli import (
     models,
     shardings,
     suggest,
+    train,
 )
 from parity.mapping.rules import RuleError
 from parity.oracle import OracleError
@@ -37,8 +38,10 @@ from parity.pairs.calls import CheckError
 from parity.programs.program import ProgramError
 from parity.reporting.baseline import BaselineError
 from parity.reporting.gate import GateError
+from parity.training.settings import SettingsError
 from parity.zoo import TargetError
 from shared.sharding import ShardingError
+from shared.training import DataError
 
 COMMANDS = {
     "check": check,
@@ -52,6 +55,7 @@ COMMANDS = {
     "migrate": migrate,
     "shardings": shardings,
     "suggest": suggest,
+    "train": train,
 }
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.
 BAD_INPUT = (
@@ -67,6 +71,8 @@ BAD_INPUT = (
     shared.ConfigError,
     shared.PlanError,
     ShardingError,
+    SettingsError,
+    DataError,
     flags.Error,
     OSError,
 )
