@@ -31,6 +31,7 @@ from parity.cli import (
     models,
     shardings,
     suggest,
+    train,
 )
 from parity.mapping.rules import RuleError
 from parity.oracle import OracleError
@@ -39,8 +40,10 @@ from parity.programs.program import ProgramError
 from parity.programs.topology import TopologyError
 from parity.reporting.baseline import BaselineError
 from parity.reporting.gate import GateError
+from parity.training.settings import SettingsError
 from parity.zoo import TargetError
 from shared.sharding import ShardingError
+from shared.training import DataError
 
 COMMANDS = {
     "check": check,
@@ -55,6 +58,7 @@ COMMANDS = {
     "migrate": migrate,
     "shardings": shardings,
     "suggest": suggest,
+    "train": train,
 }
 # Told in a message; whatever else is raised is our own fault and keeps its traceback.
 BAD_INPUT = (
@@ -71,6 +75,8 @@ BAD_INPUT = (
     shared.ConfigError,
     shared.PlanError,
     ShardingError,
+    SettingsError,
+    DataError,
     flags.Error,
     OSError,
 )

@@ -36,10 +36,11 @@ def test_the_examples_of_decoding_do_what_the_text_says(capsys):
 
 
 def test_the_examples_of_training_do_what_the_text_says():
-    names = run("training.md", 2)
+    names = run("training.md", 3)
     assert names["losses"][2] < names["losses"][0]
     assert float(names["metrics"].loss) < names["losses"][2]
     assert int(names["state"]["step"]) == 4
+    assert [record.step for record in names["records"]] == [1, 2]
 
 
 def test_the_examples_of_checkpoints_do_what_the_text_says():

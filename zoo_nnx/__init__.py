@@ -1,5 +1,6 @@
 """The zoo as pure Flax NNX modules, one file a layer, named as in `shared.layers`."""
 
+from zoo_nnx import training
 from zoo_nnx.decoder import Decoder
 from zoo_nnx.decoder_layer import DecoderLayer
 from zoo_nnx.function import DecoderFunction, as_function
@@ -10,6 +11,7 @@ from zoo_nnx.mlp import MLP
 from zoo_nnx.optimizer import load_training_state, training_state
 from zoo_nnx.sparse_moe import Experts, SparseMoE
 from zoo_nnx.state import from_params, to_params
+from zoo_nnx.training import Optimizer, Trainer
 
 __all__ = [
     "MLP",
@@ -20,10 +22,13 @@ __all__ = [
     "GatedDeltaNet",
     "GroupedQueryAttention",
     "LatentAttention",
+    "Optimizer",
     "SparseMoE",
+    "Trainer",
     "as_function",
     "from_params",
     "load_training_state",
     "to_params",
+    "training",
     "training_state",
 ]

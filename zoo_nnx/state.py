@@ -37,9 +37,9 @@ def from_params(
     def build() -> Decoder:
         return Decoder(config, rngs=nnx.Rngs(**streams), **options)
 
-    # Otherwise Flax takes the names of axes for those of the mesh at hand, if any.
-    model = nnx.eval_shape(build, graph_updates=False)
-    graphdef, abstract, *_ = nnx.split(model, nnx.Param, ...)
+    # Without updates of the graph, for with them names are looked up on a mesh at hand.
+    outline = nnx.eval_shape(build, graph_updates=False)
+    graphdef, abstract, *_ = nnx.split(outline, nnx.Param, ...)
     check_same_paths(nnx.to_pure_dict(abstract), params)
     nnx.replace_by_pure_dict(abstract, dict(params))
     # Compiled, the parameters are dead code: only the other state is ever computed.

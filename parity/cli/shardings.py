@@ -179,8 +179,12 @@ def read_cache(texts: Sequence[str]) -> tuple[int, int]:
     return rows, length
 
 
-def read_mesh(texts: Sequence[str]) -> dict[str, int]:
+def read_mesh(texts: Sequence[str], *, with_rest: bool = False) -> dict[str, int]:
     """Sizes by mesh axis, in their order, from texts like "fsdp=8".
+
+    Args:
+      texts: one an axis.
+      with_rest: whether a size may be -1, for all devices that are left.
 
     Raises:
       UsageError: there are none, or one says no size of an axis.
@@ -193,7 +197,8 @@ def read_mesh(texts: Sequence[str]) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for text in texts:
         axis, _, size = text.partition("=")
-        if axis not in MESH_AXES or axis in sizes or not size.isdecimal():
+        is_size = size.isdecimal() or (with_rest and size == "-1")
+        if axis not in MESH_AXES or axis in sizes or not is_size:
             raise UsageError(
                 f"--mesh has {text!r}: it must give each axis of "
                 f"{', '.join(MESH_AXES)} once and a size, such as fsdp=8."

@@ -78,6 +78,8 @@ _HOW_IT_RUNS = (
     "param_scan_axis",
     "remat_policy",
     "dtype",
+    "axis_rules",
+    "expert_chunks",
 )
 
 

@@ -6,6 +6,7 @@ python eight_devices.py FILE writes experts and gradients, whole and on meshes, 
 import os
 import pathlib
 import sys
+import tempfile
 
 if __name__ == "__main__":  # before JAX is imported
     os.environ["XLA_FLAGS"] = (
@@ -20,6 +21,8 @@ import shared
 import zoo_linen
 import zoo_nnx
 from shared import sharding, training
+from shared.checkpoint.training import Manager
+from shared.config import LayerKind
 from shared.layers import experts
 from shared.layers.self_attention import attend_to_own
 from shared.ops.attention import Keys
@@ -47,10 +50,12 @@ ATTENTION = {
     "heads": {"fsdp": 2, "tensor": 4},
     "lengths": {"fsdp": 4, "context": 2},
 }
+TRAINING = {"data": 2, "fsdp": 4}
 MODELS = {
     "fsdp": ({"data": 2, "fsdp": 4}, 2),
     "all": ({"fsdp": 2, "expert": 2, "tensor": 2}, 1),
 }
+TRAINED = qwen3_next_tiny(1).replace(layers=(LayerKind("full_attention", "dense"),))
 CONFIG = qwen3_next_tiny(2).replace(remat_policy="full")
 
 random = np.random.default_rng(0)
@@ -145,6 +150,35 @@ def model_results(frontend, mesh, chunks):
         return jax.jit(step)(jax.device_put(params, places), tokens)
 
 
+def training_results(frontend, sizes):
+    """Losses of three steps, the third again after a resume, and a parameter."""
+    config, placement = TRAINED, training.Placement()
+    if sizes is not None:
+        placement = training.Placement(sharding.make_mesh(sizes))
+        config = config.replace(axis_rules=placement.rules)
+    optimizer = training.make_optimizer(training.OptimizerConfig(), config)
+    make = {"linen": zoo_linen.Trainer, "nnx": zoo_nnx.Trainer}[frontend]
+    batches = training.data.SyntheticTokens(config.vocab_size, 8, 12)
+    with placement.context(), tempfile.TemporaryDirectory() as folder:
+        params = training.draw_params(jax.random.key(0), config, placement)
+        state = training.make_state(params, optimizer, config, placement)
+        trainer, losses = make(config, state, optimizer), []
+        with Manager(folder, config) as manager:
+            for step in range(3):
+                if step == 2:
+                    manager.save(step, trainer.tree())
+                losses.append(trainer.step(placement.batch(batches(step))).loss)
+            tree = trainer.tree()
+            last = np.asarray(tree["params"]["lm_head"])
+            outline = training.abstract_state(optimizer, config, placement)
+            restored = manager.restore(outline)
+        for leaf, spec in zip(*map(jax.tree.leaves, (tree, outline)), strict=True):
+            assert placement.mesh is None or leaf.sharding == spec.sharding
+        again = make(config, restored, optimizer)
+        losses.append(again.step(placement.batch(batches(2))).loss)
+    return {"losses": np.stack(losses), "lm_head": last}
+
+
 def main(file):
     results = {"experts/whole": expert_results(None, 1)}
     for name, (sizes, chunks) in EXPERTS.items():
@@ -157,6 +191,9 @@ def main(file):
         mesh = sharding.make_mesh(sizes)
         for frontend in ("linen", "nnx"):
             results[f"{frontend}/{name}"] = model_results(frontend, mesh, chunks)
+    results["training/whole"] = training_results("linen", None)
+    for frontend in ("linen", "nnx"):
+        results[f"training/{frontend}"] = training_results(frontend, TRAINING)
     np.savez(
         file,
         **{

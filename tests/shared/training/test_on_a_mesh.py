@@ -68,3 +68,16 @@ def test_tokens_of_padding_cost_no_expert_anything(results):
     for mesh in script.EXPERTS:
         assert not np.any(results[f"experts/{mesh}"]["y"][padding]), mesh
         assert not np.any(results[f"experts/{mesh}"]["x"][padding]), mesh
+
+
+def test_a_run_on_a_mesh_is_the_run_and_resumes_to_the_bit(results):
+    whole = results["training/whole"]
+    linen, nnx = (results[f"training/{frontend}"] for frontend in ("linen", "nnx"))
+    for name in ("losses", "lm_head"):
+        np.testing.assert_array_equal(linen[name], nnx[name])
+    assert_near({"losses": linen["losses"]}, {"losses": whole["losses"]})
+    # AdamW's first steps are of the learning rate's size, whatever a gradient's.
+    np.testing.assert_allclose(linen["lm_head"], whole["lm_head"], rtol=0, atol=1e-5)
+    for run in (whole, linen, nnx):
+        *_, third, again = run["losses"]
+        assert third == again != run["losses"][0]

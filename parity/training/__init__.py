@@ -1,0 +1,1 @@
+"""Runs of training as the command line describes them."""
