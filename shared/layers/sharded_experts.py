@@ -136,6 +136,10 @@ def _mlp_in_chunks(
         matrix = matrix.astype(rows.dtype)
         if not axes.width:
             return matrix
+        # Tied, and with it its gradient, which XLA for TPU would else try to sum before
+        # it is added up over layers, and stop at that (RET_CHECK in
+        # while_loop_all_reduce_code_motion, libtpu 0.0.52).
+        matrix = jax.lax.optimization_barrier(matrix)
         return jax.lax.all_gather(matrix, axes.width, axis=axis, tiled=True)
 
     @jax.checkpoint
