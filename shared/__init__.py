@@ -1,6 +1,6 @@
 """What the models compute, and all that both frontends need without knowing Flax."""
 
-from shared import checkpoint
+from shared import checkpoint, lora
 from shared.config import (
     AttentionConfig,
     ConfigError,
@@ -69,6 +69,7 @@ __all__ = [
     "init_params",
     "insert_row",
     "logical_axes",
+    "lora",
     "make_plan",
     "not_verified",
     "param_specs",

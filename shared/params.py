@@ -96,6 +96,14 @@ def _log_uniform(
     return jnp.log(jax.random.uniform(key, shape, wide, low, high)).astype(dtype)
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _uniform(
+    key: PRNGKeyArray, shape: tuple[int, ...], dtype: jnp.dtype, low: float, high: float
+) -> Array:
+    wide = np.promote_types(dtype, np.float32)
+    return jax.random.uniform(key, shape, wide, low, high).astype(dtype)
+
+
 def constant(value: float) -> Initializer:
     """The same value everywhere."""
 
@@ -111,6 +119,15 @@ def log_uniform(low: float, high: float) -> Initializer:
 
     def init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
         return _log_uniform(key, shape, jnp.dtype(dtype), low, high)
+
+    return init
+
+
+def uniform(low: float, high: float) -> Initializer:
+    """Uniform in [low, high), drawn in float32 (float64 for float64) and rounded."""
+
+    def init(key: PRNGKeyArray, shape: tuple[int, ...], dtype: Any) -> Array:
+        return _uniform(key, shape, jnp.dtype(dtype), low, high)
 
     return init
 

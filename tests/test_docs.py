@@ -43,6 +43,16 @@ def test_the_examples_of_training_do_what_the_text_says():
     assert [record.step for record in names["records"]] == [1, 2]
 
 
+def test_the_examples_of_lora_do_what_the_text_says():
+    names = run("lora.md", 2)
+    assert names["losses"][2] < names["losses"][0]
+    own, back = names["state"]["params"], names["adapters"]
+    for (path, a), (_, b) in zip(
+        shared.trees.flatten(own), shared.trees.flatten(back), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
 def test_the_examples_of_checkpoints_do_what_the_text_says():
     names = run("checkpoints.md", 5)
     try:

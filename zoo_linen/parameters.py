@@ -6,6 +6,7 @@ depend on names alone (`shared.params`), so that NNX, and any stacking, agree.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,17 +14,26 @@ import jax
 from flax import linen as nn
 from jaxtyping import Array, PRNGKeyArray
 
+from shared.layers.linear import ADAPTER
 from shared.params import ParamSpec, child_key
 
 
 def declare(
     module: nn.Module, specs: Mapping[str, ParamSpec], param_dtype: Any
 ) -> dict[str, Array]:
-    """Registers a parameter of `module` for each spec; returns their values by name."""
-    return {
+    """Registers a parameter of `module` for each spec; returns their values by name.
+
+    Adapters of these parameters are returned, too, where there are some.
+    """
+    weights = {
         name: module.param(name, _initializer(module, name, spec, param_dtype))
         for name, spec in specs.items()
     }
+    adapted = (n for n in specs if module.has_variable("params", f"{n}_lora_scale"))
+    for name, part in itertools.product(adapted, ADAPTER):
+        own = f"{name}_{part}"
+        weights[own] = nn.unbox(module.get_variable("params", own))
+    return weights
 
 
 def stream_key(module: nn.Module, stream: str) -> PRNGKeyArray:

@@ -117,7 +117,8 @@ def run_layers(
         split_rngs={nn.DenyList("params"): True, "params": False},
         in_axes=nn.broadcast,
         length=1,
-        check_constancy_invariants=False,
+        # Without the check, parameters that others make on the way (Qwix) are lost.
+        check_constancy_invariants=layer.is_initializing(),
     )
     once = nn.map_variables(once, made, _add_axis, _drop_axis, mutable=True)
     with set_xla_metadata(**KEEP_SINGLE_TRIP):

@@ -10,7 +10,7 @@ from zoo_nnx.latent_attention import LatentAttention
 from zoo_nnx.mlp import MLP
 from zoo_nnx.optimizer import load_training_state, training_state
 from zoo_nnx.sparse_moe import Experts, SparseMoE
-from zoo_nnx.state import from_params, to_params
+from zoo_nnx.state import attach_adapters, from_params, to_params
 from zoo_nnx.training import Optimizer, Trainer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "SparseMoE",
     "Trainer",
     "as_function",
+    "attach_adapters",
     "from_params",
     "load_training_state",
     "to_params",

@@ -13,6 +13,7 @@ from jaxtyping import PRNGKeyArray
 
 from shared.config import DecoderConfig
 from shared.layers.decoder import DecoderOutput
+from zoo_nnx.state import attach_adapters, take_adapters
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,16 +45,21 @@ class DecoderFunction:
     ) -> DecoderOutput:
         """Calls the decoder; `options` are those of its own call.
 
+        Adapters beside the parameters (`shared.lora.join`) are attached to it first.
+
         With `dropout_key` there is dropout, drawn from it. As in Linen, there is none
         otherwise, whatever `train()` has set.
         """
         if dropout_key is not None:
             options["rngs"] = nnx.Rngs(dropout=dropout_key)
         options.setdefault("deterministic", dropout_key is None)
+        params, adapters = take_adapters(self.abstract, params)
         state = jax.tree.map(lambda leaf: leaf, self.abstract)
         nnx.replace_by_pure_dict(state, dict(params))
         fresh = jax.tree.map(lambda leaf: leaf, self.others)
-        return nnx.merge(self.graphdef, state, *fresh)(tokens, **options)
+        model = nnx.merge(self.graphdef, state, *fresh)
+        attach_adapters(model, adapters)
+        return model(tokens, **options)
 
 
 def as_function(model: Any) -> DecoderFunction:

@@ -13,6 +13,7 @@ from typing import Any
 from flax import nnx
 from jaxtyping import Array, PRNGKeyArray
 
+from shared.layers.linear import ADAPTER
 from shared.params import ParamSpec, child_key, layer_key
 
 
@@ -57,5 +58,12 @@ def declare(
 
 
 def values(module: nnx.Module, names: Iterable[str]) -> dict[str, Array]:
-    """The arrays of the parameters `names` of `module`."""
+    """The arrays of the parameters `names` of `module`, and of their adapters."""
+    names = list(names)
+    names += [
+        f"{name}_{part}"
+        for name in names
+        if hasattr(module, f"{name}_lora_scale")
+        for part in ADAPTER
+    ]
     return {name: getattr(module, name).get_value() for name in names}

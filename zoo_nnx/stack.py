@@ -3,7 +3,8 @@
 A stacked module is a layer whose every Variable holds all layers of a run. It is split
 once per call; the scan's body merges one layer from a slice of the state. Parameters
 only go in. Everything else a layer owns or makes (batch statistics, caches, RNG counts,
-sown values) comes out again, a slice a layer, and goes back into the module.
+sown values, a parameter made on the way) comes out again, a slice a layer, and goes
+back into the module.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.experimental.xla_metadata import set_xla_metadata
+from jax.typing import ArrayLike
 from jaxtyping import Array
 
 from shared.config import DecoderConfig, resolve_remat_policy
@@ -42,7 +44,8 @@ LayerFactory = Callable[[Array, Any], nnx.Module]  # from index and kind
 RunPath = tuple[str, ...]
 # The residual stream, the caches of what is run, and the keys to lend, by mixer.
 Carry = tuple[Array, Any, Any]
-States = tuple[nnx.State, nnx.State]  # parameters, and everything else
+# Parameters; RNG streams of the model, which its layers share; everything else.
+States = tuple[nnx.State, nnx.State, nnx.State]
 
 
 class Block(nnx.Module):
@@ -72,7 +75,7 @@ def make_run(
         return make_layer(jnp.asarray(indices), run.kind)
     graphdefs = []
 
-    def split_layer(index: Array) -> States:
+    def split_layer(index: Array) -> tuple[nnx.State, nnx.State]:
         layer = make_layer(index, run.kind)
         graphdef, *states = nnx.split(layer, nnx.Param, ...)
         graphdefs.append(graphdef)
@@ -118,9 +121,11 @@ def run_plan(
         run_path(group, run): _find(model, run_path(group, run))
         for group, run in config.plan.runs()
     }
-    graphdefs, states = {}, {}
+    graphdefs, states, shared = {}, {}, _streams(model)
     for path, module in modules.items():
-        graphdefs[path], *states[path] = nnx.split(module, nnx.Param, ...)
+        graphdefs[path], *states[path] = nnx.split(
+            module, nnx.Param, lambda _, leaf: id(leaf) in shared, ...
+        )
     layer_inputs = {path: node_at(told, path).input for path in modules}
     held = None
     if cache is not None:
@@ -128,12 +133,12 @@ def run_plan(
     static = tuple(sorted(graphdefs.items(), key=lambda item: item[0]))
     lent = decoder.init_lent(config, x)
     (x, held, _), results = _run_groups(
-        static, config, states, (x, held, lent), context, layer_inputs
+        static, type(model), config, states, (x, held, lent), context, layer_inputs
     )
 
     aux: dict[str, Any] = {}
     for path, (owned, run_aux) in results.items():
-        nnx.update(modules[path], owned)
+        _give_back(modules[path], owned, shared)
         insert(aux, path, run_aux)
     return x, None if held is None else _nested(held), aux
 
@@ -148,9 +153,12 @@ def _nested(by_run: Mapping[RunPath, Any] | None) -> dict[str, Any]:
 
 # Compiled by itself, so that a call outside `jit` traces the layers once, not every
 # time; inlined, so that a call inside `jit` lowers to the same program as without it.
-@functools.partial(jax.jit, static_argnums=(0, 1), inline=True)
+# The class is there for its identity: Qwix makes one for each set of rules, and these
+# change what the same layers compute.
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), inline=True)
 def _run_groups(
     graphdefs: tuple[tuple[tuple[str, ...], nnx.GraphDef], ...],
+    model_class: type[nnx.Module],
     config: DecoderConfig,
     states: Mapping[RunPath, States],
     carry: Carry,
@@ -158,6 +166,7 @@ def _run_groups(
     layer_inputs: Mapping[RunPath, Any],
 ) -> tuple[Carry, dict[RunPath, Any]]:
     """The groups in order; results are (owned state, aux) by path of the run."""
+    del model_class
     # Indices are made here, so that they are constants of the program, as in Linen's.
     told = {
         run_path(group, run): PerLayer(
@@ -172,8 +181,10 @@ def _run_groups(
         paths = [run_path(group, run) for run in group.runs]
         trees = [None if caches is None else _nested(c) for c in (caches, new_caches)]
         lending = decoder.lend(config, group, context, lent, *trees)
-        block = _Block(dict(graphdefs), group, lending, config)
-        inputs = tuple({path: tree[path] for path in paths} for tree in (states, told))
+        streams = {path: states[path][1] for path in paths}
+        block = _Block(dict(graphdefs), group, streams, lending, config)
+        sliced = {path: states[path][::2] for path in paths}
+        inputs = sliced, {path: told[path] for path in paths}
         held = None if caches is None else {path: caches[path] for path in paths}
         (x, held, lent), group_results = block.run((x, held, lent), inputs)
         new_caches |= held or {}
@@ -188,10 +199,11 @@ class _Block:
         self,
         graphdefs: Mapping[tuple[str, ...], nnx.GraphDef],
         group: Group,
+        streams: Mapping[RunPath, nnx.State],
         context: Context,
         config: DecoderConfig,
     ):
-        self.graphdefs, self.group = graphdefs, group
+        self.graphdefs, self.group, self.streams = graphdefs, group, streams
         self.context, self.config = context, config
 
     def run(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
@@ -213,7 +225,7 @@ class _Block:
             self, carry, (xs, told), length=self.group.repeats
         )
         return carry, {
-            path: (_add_axis_name(owned, STACK_AXES[0]), aux)
+            path: (_stacked(owned, STACK_AXES[0], axis), aux)
             for path, (owned, aux) in results.items()
         }
 
@@ -224,7 +236,9 @@ class _Block:
             path = run_path(self.group, run)
             states, told = (tree[path] for tree in inputs)
             carry = x, None if caches is None else caches[path], lent
-            step = _layer_step(self.graphdefs[path], self.group, run, self.config)
+            step = _layer_step(
+                self.graphdefs[path], self.streams[path], self.group, run, self.config
+            )
             run_layers = _scan_layers if run.stacked else _single_layer
             carry, results[path] = run_layers(
                 step, states, carry, self.context, told, self.config
@@ -234,7 +248,11 @@ class _Block:
 
 
 def _layer_step(
-    graphdef: nnx.GraphDef, group: Group, run: Run, config: DecoderConfig
+    graphdef: nnx.GraphDef,
+    streams: nnx.State,
+    group: Group,
+    run: Run,
+    config: DecoderConfig,
 ) -> Callable[..., Any]:
     """One layer as a pure function; weights first, as in Linen's lifted `remat`."""
 
@@ -247,7 +265,8 @@ def _layer_step(
         told: PerLayer,
     ) -> tuple[Array, Any, Any, nnx.State]:
         slot = () if cache is None else cache_slot(group, run, told.layer)
-        layer = nnx.merge(graphdef, _fresh(params), _fresh(rest))
+        own_streams = _at_layer(streams, told.layer)
+        layer = nnx.merge(graphdef, _fresh(params), own_streams, _fresh(rest))
         context = context.at_layer(told.layer, slot, told.input)
         return *layer(x, context, cache), _owned(layer, params)
 
@@ -272,7 +291,7 @@ def _layer_step(
 
 def _scan_layers(
     step: Callable[..., Any],
-    states: States,
+    states: tuple[nnx.State, nnx.State],
     carry: Carry,
     context: Context,
     told: PerLayer,
@@ -285,12 +304,12 @@ def _scan_layers(
         return step(params, rest, carry, context, own)
 
     carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, told))
-    return carry, (_add_axis_name(owned, STACK_AXES[1]), aux)
+    return carry, (_stacked(owned, STACK_AXES[1], config.param_scan_axis), aux)
 
 
 def _single_layer(
     step: Callable[..., Any],
-    states: States,
+    states: tuple[nnx.State, nnx.State],
     carry: Carry,
     context: Context,
     told: PerLayer,
@@ -319,6 +338,48 @@ def _owned(layer: nnx.Module, params: nnx.State) -> nnx.State:
         if path not in given
     ]
     return nnx.from_flat_state(kept)
+
+
+def _streams(model: nnx.Module) -> set[int]:
+    """Identities of the RNG state in the model's own streams.
+
+    Its layers may hold them, too: Qwix gives one set of streams to every module.
+    """
+    return {
+        id(leaf)
+        for node in vars(model).values()
+        if isinstance(node, nnx.Rngs | nnx.RngStream)
+        for _, leaf in nnx.iter_graph(node)
+        if isinstance(leaf, nnx.RngState)
+    }
+
+
+def _at_layer(streams: nnx.State, index: ArrayLike) -> nnx.State:
+    """Streams that several layers share, for one of them: each draws its own values."""
+
+    def fold(variable: nnx.Variable) -> nnx.Variable:
+        value = variable.get_value()
+        if isinstance(variable, nnx.RngKey):
+            value = jax.random.fold_in(value, jnp.asarray(index))
+        return variable.replace(value)
+
+    return jax.tree.map(fold, streams, is_leaf=_is_variable)
+
+
+def _give_back(module: nnx.Module, owned: nnx.State, shared: set[int]) -> None:
+    """Puts what the layers of a run own back into it.
+
+    In a shared stream each layer starts from the same count. Their counts come out
+    stacked, and the highest of any run stays, so that no number is drawn again.
+    """
+    flat = dict(nnx.to_flat_state(owned))
+    streams = nnx.state(module, lambda _, leaf: id(leaf) in shared)
+    for path, variable in nnx.to_flat_state(streams):
+        reached = flat.pop(path).get_value()
+        if isinstance(variable, nnx.RngCount):
+            count = jnp.maximum(variable.get_value(), jnp.max(reached))
+            flat[path] = variable.replace(count)
+    nnx.update(module, nnx.from_flat_state(list(flat.items())))
 
 
 def _fresh(state: nnx.State) -> nnx.State:
@@ -352,19 +413,40 @@ def _to_front(state: nnx.State, axis: int) -> nnx.State:
     return jax.tree.map(move, state, is_leaf=_is_variable)
 
 
-def _add_axis_name(state: nnx.State, name: str, axis: int = 0) -> nnx.State:
-    """The state with a new stack axis' name put in, where leaves have names."""
+def _stacked(state: nnx.State, name: str, axis: int) -> nnx.State:
+    """What came out of a scan, stack axis in front, as the next call takes it.
 
-    def add(variable: nnx.Variable) -> nnx.Variable:
-        names = variable.get_metadata().get("out_sharding")
-        if not names:
-            return variable
-        at = min(axis, len(names))
-        return variable.replace(
-            variable.get_value(), out_sharding=(*names[:at], name, *names[at:])
+    Parameters made on the way get theirs where those that were there have it.
+    """
+
+    def place(variable: nnx.Variable) -> nnx.Variable:
+        at = axis if isinstance(variable, nnx.Param) else 0
+        move = lambda leaf: (
+            jnp.moveaxis(leaf, 0, min(at, leaf.ndim - 1)) if at else leaf
         )
+        value = jax.tree.map(move, variable.get_value())
+        return _with_axis_name(variable.replace(value), name, at)
 
-    return jax.tree.map(add, state, is_leaf=_is_variable)
+    return jax.tree.map(place, state, is_leaf=_is_variable)
+
+
+def _add_axis_name(state: nnx.State, name: str, axis: int) -> nnx.State:
+    """The state with a new stack axis' name put in, where leaves have names."""
+    return jax.tree.map(
+        lambda variable: _with_axis_name(variable, name, axis),
+        state,
+        is_leaf=_is_variable,
+    )
+
+
+def _with_axis_name(variable: nnx.Variable, name: str, axis: int) -> nnx.Variable:
+    names = variable.get_metadata().get("out_sharding")
+    if not names:
+        return variable
+    at = min(axis, len(names))
+    return variable.replace(
+        variable.get_value(), out_sharding=(*names[:at], name, *names[at:])
+    )
 
 
 def _is_variable(leaf: Any) -> bool:

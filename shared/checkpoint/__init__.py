@@ -18,7 +18,7 @@ __all__ = [
 ]
 
 # Imported when first asked for: models need none of them, and training brings orbax.
-_MODULES = ("convert", "maxtext", "scheme", "source", "training", "vllm")
+_MODULES = ("adapters", "convert", "maxtext", "scheme", "source", "training", "vllm")
 
 
 def __getattr__(name: str) -> ModuleType:

@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from shared.checkpoint import hf_config
 from shared.config import DecoderConfig
+from shared.lora import LoraConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, digest, path_text
 from shared.stores.folders import Folder, as_folder, read_json, write_json
 
 FILE = "manifest.json"
 VERSION = 1
+ADAPTERS = "adapters"
 LAYOUT = ("scan_layers", "scan_period", "param_scan_axis", "vocab_padding")
 
 
@@ -44,12 +47,14 @@ class Manifest:
     """What a checkpoint holds.
 
     Attributes:
-      tree: whose it is: "zoo", or a user's "linen" or "nnx".
+      tree: whose it is: "zoo", or a user's "linen" or "nnx"; "adapters" are those of a
+        zoo model.
       leaves: by path, a/b/0.
       source: where they came from.
       config: of a zoo model, the fields of config.json.
       layout: of a zoo model, the fields `LAYOUT` of its config.
-      origin: how the source was written, so that it can be written so again.
+      origin: how the source was written, so that it can be written so again; of
+        adapters, their options below "lora".
       writer: program and version.
     """
 
@@ -94,6 +99,21 @@ def model_manifest(
         writer=writer(),
         **fields,
     )
+
+
+def adapter_manifest(
+    config: DecoderConfig,
+    options: LoraConfig,
+    leaves: Mapping[str, LeafRecord],
+    **fields: Any,
+) -> Manifest:
+    """The manifest of low-rank adapters of a model of the zoo."""
+    manifest = model_manifest(config, leaves, **fields)
+    origin = {
+        **manifest.origin,
+        "lora": json.loads(json.dumps(dataclasses.asdict(options))),
+    }
+    return dataclasses.replace(manifest, tree=ADAPTERS, origin=origin)
 
 
 def writer() -> str:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 
 from shared.checkpoint.manifest import (
+    ADAPTERS,
     LeafRecord,
     Manifest,
     check_digests,
@@ -112,8 +113,13 @@ def load(
     """
     store, manifest = open_checkpoint(folder, step)
     config = manifest.decoder_config()
+    if manifest.tree == ADAPTERS:
+        raise CheckpointError(
+            f"{folder} holds adapters, not a model: shared.checkpoint.adapters.load "
+            "reads them."
+        )
     leaves = {path_text(p): leaf for p, leaf in store.under(PARAMS).leaves.items()}
-    _check_kept(leaves, store.path)
+    check_kept(leaves, store.path)
     if verify:
         only = [path for path in store.leaves if path[0] == PARAMS]
         check_digests(store, manifest, only=only)
@@ -127,7 +133,7 @@ def load(
     return new, params
 
 
-def _check_kept(leaves: Mapping[str, Leaf], where: str) -> None:
+def check_kept(leaves: Mapping[str, Leaf], where: str) -> None:
     """Raises CheckpointError if JAX would narrow a dtype without a word."""
     problems = [
         f"{text} is {leaf.dtype}"

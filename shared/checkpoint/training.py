@@ -45,10 +45,16 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from shared.checkpoint import native, snapshot
-from shared.checkpoint.manifest import LeafRecord, Manifest, model_manifest
+from shared.checkpoint import adapters, native, snapshot
+from shared.checkpoint.manifest import (
+    LeafRecord,
+    Manifest,
+    adapter_manifest,
+    model_manifest,
+)
 from shared.config import DecoderConfig
 from shared.layers import decoder
+from shared.lora import LoraConfig
 from shared.stores import CheckpointError, Leaf, Path, Store, path_text
 from shared.stores.kv_path import is_url
 from shared.stores.reading import read_whole, reading
@@ -82,6 +88,8 @@ class Manager:
       config: of the model.
       keep: how many steps are kept, the latest ones; None: all.
       every: `save` skips steps that are no multiples of this.
+      lora: of a run that trains adapters alone (`shared.lora`): they stand below
+        "params" instead of the model's parameters.
 
     Raises:
       ValueError: `keep` or `every` is less than 1, or `folder` is a URL.
@@ -95,6 +103,7 @@ class Manager:
         *,
         keep: int | None = 3,
         every: int = 1,
+        lora: LoraConfig | None = None,
     ):
         for name, value in (("keep", keep), ("every", every)):
             if value is not None and value < 1:
@@ -105,8 +114,11 @@ class Manager:
                 f"{folder}: give a mounted folder, and copy steps with parity convert."
             )
         self._folder = pathlib.Path(folder).absolute()
-        self._config, self._every = config, every
-        self._manifest = model_manifest(config, {}, source="training")
+        self._config, self._every, self._lora = config, every, lora
+        if lora is None:
+            self._manifest = model_manifest(config, {}, source="training")
+        else:
+            self._manifest = adapter_manifest(config, lora, {}, source="training")
         self._swept = False
         together = jax.process_count() > 1
         waiting = ocp.AsyncOptions(
@@ -151,7 +163,7 @@ class Manager:
         step = operator.index(step)
         if step % self._every and not self._manager.reached_preemption(step):
             return False
-        _check_params(state, self._config)
+        _check_params(state, self._config, self._lora)
         snapshot.check(state)
         self.wait()
         latest = self.latest_step()
@@ -160,7 +172,8 @@ class Manager:
                 f"{self._folder} has step {latest}, and step {step} is not after it: "
                 "remove the later steps, or give another folder."
             )
-        manifest = dataclasses.replace(self._manifest, origin={"step": step})
+        origin = {**self._manifest.origin, "step": step}
+        manifest = dataclasses.replace(self._manifest, origin=origin)
         args = _Save(state, manifest, self._rubbish())
         self._manager.save(step, args=args, force=True)
         return True
@@ -257,7 +270,8 @@ class Manager:
           verify: whether to compare each leaf with its digest.
 
         Raises:
-          CheckpointError: there is no such step, or it is damaged.
+          CheckpointError: there is no such step, it is damaged, or it holds adapters
+            (`shared.checkpoint.adapters.load` reads these).
         """
         return native.load(self._step_folder(step), verify=verify)
 
@@ -338,7 +352,9 @@ def _remove(path: pathlib.Path, new: pathlib.Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _check_params(state: Mapping[str, Any], config: DecoderConfig) -> None:
+def _check_params(
+    state: Mapping[str, Any], config: DecoderConfig, lora: LoraConfig | None
+) -> None:
     """Raises CheckpointError if a state has not the parameters of the model."""
     params = state.get(native.PARAMS)
     if not isinstance(params, Mapping):
@@ -356,6 +372,9 @@ def _check_params(state: Mapping[str, Any], config: DecoderConfig) -> None:
             "Parameters must be arrays: unbox the whole state (flax.linen.unbox).",
             boxed,
         )
+    if lora is not None:
+        adapters.check(config, params, lora)
+        return
     try:
         check_same_paths(decoder.param_specs(config), params)
     except ValueError as error:
@@ -371,6 +390,8 @@ def _check_config(saved: Manifest, given: Manifest, where: str) -> None:
     # A period may be found or said: it is the same layout.
     same = saved.decoder_config().plan == given.decoder_config().plan
     problems += _changes(saved.layout, given.layout, ["scan_period"] if same else [])
+    options = ({"lora": manifest.origin.get("lora")} for manifest in (saved, given))
+    problems += _changes(*options)
     if problems:
         raise CheckpointError(
             f"{where} was saved with another config: give that, or convert the "

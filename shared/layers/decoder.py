@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from shared.ops.matmul import matmul
 from shared.ops.routing import load_balance_loss
 from shared.params import (
     ParamSpec,
+    SpecTree,
     draw_tree,
     layer_key,
     map_specs,
@@ -36,6 +37,7 @@ from shared.params import (
 )
 from shared.plan import (
     Group,
+    Run,
     insert,
     node_at,
     run_path,
@@ -117,7 +119,18 @@ def outer_specs(config: DecoderConfig) -> dict[str, ParamSpec]:
 
 def param_specs(config: DecoderConfig) -> dict[str, Any]:
     """Every parameter of the model in the layout of its plan, stack axes included."""
-    tree: dict[str, Any] = {**outer_specs(config)}
+
+    def of_layer(group: Group, run: Run) -> SpecTree:
+        return decoder_layer.param_specs(config, run.kind)
+
+    return {**outer_specs(config), **stack_specs(config, of_layer)}
+
+
+def stack_specs(
+    config: DecoderConfig, of_layer: Callable[[Group, Run], SpecTree]
+) -> dict[str, Any]:
+    """Specs of a single layer of each run, in the layout of the plan."""
+    tree: dict[str, Any] = {}
     for group, run in config.plan.runs():
         sizes, names = stack_sizes(group, run), stack_axes(group, run)
         specs = map_specs(
@@ -127,7 +140,7 @@ def param_specs(config: DecoderConfig) -> dict[str, Any]:
                 names=names,
                 axis=config.param_scan_axis,
             ),
-            decoder_layer.param_specs(config, run.kind),
+            of_layer(group, run),
         )
         insert(tree, run_path(group, run), specs)
     return tree

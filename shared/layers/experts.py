@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from shared import sharding
 from shared.config import MoEConfig
 from shared.context import Context
+from shared.layers.linear import adapted
 from shared.layers.sharded_experts import sharded_expert_mlp
 from shared.ops.experts import expert_mlp
 from shared.ops.routing import Routing
@@ -48,7 +49,8 @@ def apply(
       context: says what is padding, and where the arrays stand on a mesh.
       config: of the layer.
     """
-    gate, up, down = (weights[f"{name}_proj"] for name in ("gate", "up", "down"))
+    names = "gate_proj", "up_proj", "down_proj"
+    gate, up, down = (adapted(weights, name) for name in names)
     real = context.segment_ids > 0
     spec = context.activation_spec(x, "batch", "length", "embed")
     if spec is not None:

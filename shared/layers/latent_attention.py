@@ -19,7 +19,7 @@ from jaxtyping import Array, Float
 from shared.cache import KVCache, attended, nan_where_full
 from shared.config import LatentAttentionConfig, YarnScaling
 from shared.context import Context
-from shared.layers.linear import bias_spec, project
+from shared.layers.linear import adapted, bias_spec, project
 from shared.layers.rotary import rotate
 from shared.layers.self_attention import attend_to_own
 from shared.ops import attention
@@ -175,7 +175,7 @@ def _attend_to_latents(
     config: LatentAttentionConfig,
 ) -> Float[Array, "B T N Hv"]:
     """All heads have the latents as keys and values, seen through `kv_b_proj`."""
-    kv_b = weights["kv_b_proj"].astype(q.dtype)
+    kv_b = adapted(weights, "kv_b_proj").astype(q.dtype)
     kv_b = kv_b.reshape(config.kv_lora_rank, config.num_heads, -1)
     to_keys, to_values = jnp.split(kv_b, [config.nope_head_dim], axis=-1)
     plain, turned = jnp.split(q, [config.nope_head_dim], axis=-1)

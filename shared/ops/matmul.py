@@ -61,8 +61,14 @@ def _form_for_few(rows: int, depth: int, width: int) -> Callable[..., Array]:
 def matmul_at_once(
     x: Float[Array, "*B D"], weight: Float[Array, "D F"], dtype: DTypeLike | None = None
 ) -> Float[Array, "*B F"]:
-    """One product. An einsum, not `@`: LoRA and quantisation libraries intercept it."""
-    return jnp.einsum("...d,df->...f", x, weight, preferred_element_type=dtype)
+    """One product, in a form that Qwix's LoRA and quantisation see.
+
+    They do not see `@`. Of an einsum LoRA notes something down in the module, which
+    Linen forbids.
+    """
+    return jax.lax.dot_general(
+        x, weight, (((x.ndim - 1,), (0,)), ((), ())), preferred_element_type=dtype
+    )
 
 
 def matmul_in_blocks(
@@ -90,6 +96,6 @@ def matmul_by_row(
     """A product for each row."""
 
     def one(row: Array) -> Array:
-        return jnp.einsum("d,df->f", row, weight, preferred_element_type=dtype)
+        return matmul_at_once(row, weight, dtype)
 
     return jax.lax.map(one, x)

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from shared.config import ConfigError, DecoderConfig
 from shared.layers.decoder import param_specs
-from shared.params import map_specs
+from shared.params import SpecTree, map_specs
 from shared.plan import STACK_AXES
 
 
@@ -72,9 +72,17 @@ class OptimizerConfig:
 
 
 def make_optimizer(
-    options: OptimizerConfig, config: DecoderConfig
+    options: OptimizerConfig,
+    config: DecoderConfig,
+    specs: SpecTree | None = None,
 ) -> optax.GradientTransformation:
     """The optimizer for the parameters of a model, in the layout of its plan.
+
+    Args:
+      options: see there.
+      config: of the model.
+      specs: of what is trained, such as `shared.lora.param_specs` gives; None: of all
+        parameters.
 
     Example usage::
 
@@ -90,7 +98,7 @@ def make_optimizer(
         b2=options.b2,
         eps=options.eps,
         weight_decay=options.weight_decay,
-        mask=is_matrix(config),
+        mask=is_matrix(param_specs(config) if specs is None else specs),
     )
     if options.clip_norm is None:
         return adamw
@@ -135,11 +143,10 @@ def learning_rate(options: OptimizerConfig) -> optax.Schedule:
     return optax.linear_schedule(0.0, options.learning_rate, options.warmup_steps)
 
 
-def is_matrix(config: DecoderConfig) -> dict[str, Any]:
+def is_matrix(specs: SpecTree) -> dict[str, Any]:
     """Whether a parameter has two dimensions or more, stack axes not counted."""
     return map_specs(
-        lambda spec: sum(axis not in STACK_AXES for axis in spec.axes) > 1,
-        param_specs(config),
+        lambda spec: sum(axis not in STACK_AXES for axis in spec.axes) > 1, specs
     )
 
 

@@ -24,6 +24,8 @@ from shared.trees import flatten
 
 State = Mapping[str, Any]  # params, opt_state, step
 Batch = Mapping[str, ArrayLike]  # tokens [B, T], and what else `gradients` names
+# From what is trained to the parameters of the model.
+Complete = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 _MODEL_INPUTS = ("segment_ids", "positions")  # besides the tokens
 
 
@@ -91,6 +93,7 @@ def gradients(
     batch: Batch,
     options: StepOptions = StepOptions(),
     dropout_key: Array | None = None,
+    complete: Complete | None = None,
 ) -> tuple[Metrics, dict[str, Any]]:
     """What the loss of a batch is, and its gradient to every parameter.
 
@@ -100,11 +103,13 @@ def gradients(
 
     Args:
       function: the model.
-      params: its parameters.
+      params: its parameters; with `complete`, what is trained instead of them.
       batch: `tokens` [B, T]; optional `segment_ids` and `positions` as the model takes
         them, and `labels`, not shifted (-100: not predicted; the tokens by default).
       options: see there.
       dropout_key: None: no dropout.
+      complete: makes the parameters of the model of `params`, such as
+        `functools.partial(shared.lora.join, config, base)`.
 
     Raises:
       ValueError: the rows do not divide into so many parts.
@@ -116,7 +121,7 @@ def gradients(
         raise ValueError(
             f"accumulation_steps={steps} does not divide the {rows} rows of a batch."
         )
-    part = functools.partial(_part, function, options)
+    part = functools.partial(_part, function, options, complete)
     if steps == 1:
         (_, metrics), grads = jax.value_and_grad(part, has_aux=True)(
             params, arrays, dropout_key, None
@@ -130,6 +135,7 @@ def gradients(
 def _part(
     function: DecoderFunction,
     options: StepOptions,
+    complete: Complete | None,
     params: Mapping[str, Any],
     batch: Mapping[str, Array],
     dropout_key: Array | None,
@@ -137,6 +143,8 @@ def _part(
 ) -> tuple[Array, Metrics]:
     """The loss of some rows; as a share of that of `whole`: its tokens, its parts."""
     config, tokens = function.config, batch["tokens"]
+    if complete is not None:
+        params = complete(params)
     given = {name: batch[name] for name in _MODEL_INPUTS if name in batch}
     output = function(
         params, tokens, output_logits=False, dropout_key=dropout_key, **given
@@ -223,6 +231,7 @@ def train_step(
     batch: Batch,
     options: StepOptions = StepOptions(),
     dropout_key: Array | None = None,
+    complete: Complete | None = None,
 ) -> tuple[dict[str, Any], Metrics]:
     """The state after one step, and what the step says.
 
@@ -233,11 +242,12 @@ def train_step(
       batch: see `gradients`.
       options: see there.
       dropout_key: of the run: a step folds its number into it. None: no dropout.
+      complete: see `gradients`; None: the model's parameters are trained themselves.
     """
     if dropout_key is not None:
         dropout_key = jax.random.fold_in(dropout_key, state["step"])
     params = state["params"]
-    metrics, grads = gradients(function, params, batch, options, dropout_key)
+    metrics, grads = gradients(function, params, batch, options, dropout_key, complete)
     params, opt_state = update(optimizer, grads, state["opt_state"], params)
     new = {"params": params, "opt_state": opt_state, "step": state["step"] + 1}
     return new, metrics
