@@ -78,7 +78,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "experts": (None, "So many experts in each layer."),
         "expert_chunks": (1, "In how many parts a device gathers experts."),
         "loss_chunk_size": (
-            training.CHUNK_SIZE,
+            training.StepOptions().loss_chunk_size,
             "Tokens of a row whose logits are held at once.",
         ),
         "buffers": (8, "So many of the largest live buffers are listed."),

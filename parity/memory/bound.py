@@ -12,6 +12,7 @@ import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 import shared
 from parity.memory.job import Job
@@ -68,7 +69,7 @@ def bound(job: Job) -> Bound:
     )
 
 
-def _sizes(job: Job, spec: sharding.PartitionSpec) -> list[int]:
+def _sizes(job: Job, spec: PartitionSpec) -> list[int]:
     return [job.mesh.shape[a] for entry in spec for a in sharding.as_tuple(entry)]
 
 
@@ -84,6 +85,6 @@ def _expert_matrices(job: Job) -> int:
     spec = sharding.partition_spec(
         ("expert", "embed", "mlp"), job.config.axis_rules, job.mesh.axis_names
     )
-    kept = math.prod(_sizes(job, sharding.PartitionSpec(spec[0], spec[2])))
+    kept = math.prod(_sizes(job, PartitionSpec(spec[0], spec[2])))
     matrix = moe.num_experts * moe.hidden_size * moe.expert_size // kept
     return 4 * matrix // job.config.expert_chunks

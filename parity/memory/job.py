@@ -19,6 +19,7 @@ import zoo_linen
 import zoo_nnx
 from parity.programs.topology import CompiledMemory, compiled_memory
 from shared import sharding, training
+from shared.training.step import DecoderFunction
 
 FRONTENDS = ("linen", "nnx")
 
@@ -90,7 +91,8 @@ def compile_step(lowered: jax.stages.Lowered) -> Compiled:
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
-    return Compiled(compiled_memory(compiled), digest, seconds, compiled.as_text())
+    text = compiled.as_text() or ""
+    return Compiled(compiled_memory(compiled), digest, seconds, text)
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
@@ -98,7 +100,7 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return sharding.make_mesh(sizes or {"fsdp": -1}, devices)
 
 
-def _function(config: shared.DecoderConfig, frontend: str) -> training.DecoderFunction:
+def _function(config: shared.DecoderConfig, frontend: str) -> DecoderFunction:
     if frontend == "linen":
         return zoo_linen.as_function(zoo_linen.Decoder(config))
     model = nnx.eval_shape(lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0)))
