@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from jaxlib.mlir import ir
 
+from parity.programs import mosaic
 from parity.programs.listing import (
     Listing,
     Node,
@@ -254,6 +255,8 @@ class _Reader:
             attribute = op.attributes[name]
         except TypeError:  # JAX's bindings have no class for complex elements
             return _shortened(_printed(op, name))
+        if name == "backend_config" and _calls(op, mosaic.TARGET):
+            return _shortened(mosaic.listed(ir.StringAttr(attribute).value))
         return self._text(attribute)
 
     def _hints(self, op: ir.Operation) -> dict[str, str]:
@@ -485,6 +488,12 @@ def _has_effect(op: ir.Operation) -> bool:
     if op.name in _EFFECTS:
         return True
     return op.name.partition(".")[0] not in _PURE_DIALECTS and op.name not in _PURE
+
+
+def _calls(op: ir.Operation, target: str) -> bool:
+    if op.name != "stablehlo.custom_call":
+        return False
+    return bool(ir.StringAttr(op.attributes["call_target_name"]).value == target)
 
 
 def _calls_python(op: ir.Operation, python: str) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from jax.experimental import checkify, io_callback
+from jax.experimental import checkify, io_callback, pallas
 from jaxlib.mlir import ir
 
 import shared
@@ -375,6 +375,31 @@ def test_abstract_and_real_arguments_and_keys():
     assert digest(draw, KEY, F4, platform="tpu") == digest(
         jax.jit(draw), KEY, F4, platform="tpu"
     )
+
+
+def test_a_kernel_for_a_tpu_may_be_called_from_elsewhere():
+    tile = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+
+    def times(factor):
+        def kernel(x, y):
+            y[...] = x[...] * factor
+
+        return pallas.pallas_call(kernel, out_shape=tile)
+
+    def doubled(slope):  # anew, or JAX would not trace it again
+        twice = jax.custom_vjp(lambda x: times(2.0)(x))
+        twice.defvjp(lambda x: (twice(x), None), lambda _, g: (times(slope)(g),))
+        return lambda x: twice(x).sum()
+
+    def here(x, slope=2.0):
+        return jax.grad(doubled(slope))(x)
+
+    def there(x):
+        return jax.grad(doubled(2.0))(x)
+
+    on_tpu = functools.partial(digest, platform="tpu")
+    assert on_tpu(here, tile) == on_tpu(there, tile)
+    assert on_tpu(here, tile) != on_tpu(functools.partial(here, slope=3.0), tile)
 
 
 # What does not.
