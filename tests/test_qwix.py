@@ -24,15 +24,15 @@ qwix = pytest.importorskip("qwix")
 # Qwix 0.1.8 uses names that Flax is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
-SCANNED = qwen3_next_tiny(6).replace(
-    layers=hybrid_layers(6, period=3, dense_layers=tuple(range(6)))
+HYBRID = qwen3_next_tiny(3).replace(
+    layers=hybrid_layers(3, period=3, dense_layers=(0, 1, 2))
 )
 # What compiles soonest.
 ATTENTION = qwen3_next_tiny(2).replace(
     layers=hybrid_layers(2, period=1, dense_layers=(0, 1))
 )
 LAYOUTS = [
-    pytest.param(SCANNED.replace(scan_layers=s, param_scan_axis=a), id=f"{name}-{a}")
+    pytest.param(HYBRID.replace(scan_layers=s, param_scan_axis=a), id=f"{name}-{a}")
     for (s, name), a in itertools.product(
         ((True, "scanned"), (False, "unscanned")), (0, 1)
     )
@@ -152,18 +152,18 @@ def test_a_fine_tune_lowers_the_loss_in_both_frontends_alike():
 
 def test_adapters_of_qwix_are_ours_with_a_scale():
     """Qwix's logits against those of the same factors in our own adapters."""
-    base = params_of(SCANNED)
-    tree = joined(base, trained(SCANNED))
-    own = lora.from_qwix(SCANNED, tree, rank=RANK, alpha=8.0)
-    assert lora.check(SCANNED, own).keys() == own.keys()
-    plain = zoo_linen.as_function(zoo_linen.Decoder(SCANNED))
+    base = params_of(ATTENTION)
+    tree = joined(base, trained(ATTENTION))
+    own = lora.from_qwix(ATTENTION, tree, rank=RANK, alpha=8.0)
+    assert lora.check(ATTENTION, own).keys() == own.keys()
+    plain = zoo_linen.as_function(zoo_linen.Decoder(ATTENTION))
     with_qwix, in_nnx, with_ours, merged, without = (
         jax.jit(lambda params, f=f: f(params, TOKENS).logits)(params)
         for f, params in (
-            (function_of("linen", SCANNED), tree),
-            (function_of("nnx", SCANNED), tree),
-            (plain, lora.join(SCANNED, base, own)),
-            (plain, lora.merge(SCANNED, base, own)),
+            (function_of("linen", ATTENTION), tree),
+            (function_of("nnx", ATTENTION), tree),
+            (plain, lora.join(ATTENTION, base, own)),
+            (plain, lora.merge(ATTENTION, base, own)),
             (plain, base),
         )
     )
@@ -190,13 +190,13 @@ def test_nnx_layers_draw_their_own_first_values_whatever_the_layout():
 
 def test_other_rules_for_the_same_layers_are_another_program():
     """The layers are compiled by themselves, and must not be found again."""
-    model = zoo_nnx.from_params(SCANNED, params_of(SCANNED))
+    model = zoo_nnx.from_params(ATTENTION, params_of(ATTENTION))
     texts = []
     for alpha in (8.0, 16.0, 8.0):
         adapted = qwix.apply_lora_to_model(
             model, provider(alpha), TOKENS, rngs=nnx.Rngs(1), skip_nnx_init=True
         )
-        own = lora.init(jax.random.key(0), SCANNED, targeting(SCANNED))
+        own = lora.init(jax.random.key(0), ATTENTION, targeting(ATTENTION))
         zoo_nnx.attach_adapters(adapted, own)
         for _, module in nnx.iter_modules(adapted):
             for name in [n for n in vars(module) if n.endswith("_lora_scale")]:
@@ -221,7 +221,7 @@ def test_routed_experts_get_adapters():
 
 @pytest.mark.xfail(strict=True, reason="of two weights of one shape it finds neither")
 def test_nnx_weights_are_quantized_under_adapters():
-    model = zoo_nnx.from_params(SCANNED, params_of(SCANNED))
+    model = zoo_nnx.from_params(ATTENTION, params_of(ATTENTION))
     rules = qwix.LoraProvider(
         module_path=".*self_attn", rank=RANK, alpha=8.0, weight_qtype="int8"
     )
