@@ -16,12 +16,13 @@ input.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import pathlib
 import resource
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import rich.console
@@ -76,6 +77,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "length": (2048, "Tokens of a row."),
         "layers": (None, "So many of the first layers only."),
         "experts": (None, "So many experts in each layer."),
+        "vocab_size": (None, "Tokens that there are."),
         "expert_chunks": (1, "In how many parts a device gathers experts."),
         "loss_chunk_size": (
             training.StepOptions().loss_chunk_size,
@@ -122,7 +124,7 @@ def run(
         for row in measure(typed, options["frontend"], options["buffers"]):
             print_row(row, console)
             rows.append(row)
-    versions = {name: importlib.metadata.version(name) for name in VERSIONS}
+    versions = dict(_versions())
     say(console, ", ".join(f"{name} {version}" for name, version in versions.items()))
     if options["json"]:
         result = {
@@ -155,6 +157,10 @@ def read_config(target: str, options: Mapping[str, Any]) -> shared.DecoderConfig
             )
         moe = dataclasses.replace(config.moe, num_experts=options["experts"])
         config = config.replace(moe=moe)
+    if options["vocab_size"] is not None:
+        config = config.replace(
+            vocab_size=options["vocab_size"], bos_token_id=None, eos_token_id=None
+        )
     rules = AXIS_RULES if options["rules"] is None else read_rules(options["rules"])
     return config.replace(
         layers=config.layers[:layers],
@@ -191,6 +197,12 @@ def measure(job: Job, frontend: str, buffers: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in VERSIONS:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
 
 
 def _described(buffer: live.Buffer) -> dict[str, Any]:
