@@ -90,9 +90,14 @@ def abstract_pair(config: shared.DecoderConfig) -> Pair:
     linen = zoo_linen.Decoder(config)
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     variables = jax.eval_shape(linen.init, jax.random.key(0), tokens)
+    return Pair(config, linen, variables["params"], abstract_nnx(config))
+
+
+def abstract_nnx(config: shared.DecoderConfig) -> nnx.Module:
+    """The NNX decoder as it declares itself, without any array."""
     build = lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0))
-    model = nnx.eval_shape(build, graph_updates=False)  # on a mesh, too
-    return Pair(config, linen, variables["params"], model)
+    model: nnx.Module = nnx.eval_shape(build, graph_updates=False)  # on a mesh, too
+    return model
 
 
 def check_tree(pair: Pair) -> Tier:

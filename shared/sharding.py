@@ -231,6 +231,12 @@ def tree_shardings(
     return places
 
 
+def bytes_held(leaf: Any, place: jax.sharding.Sharding | None) -> int:
+    """Bytes of an array, abstract or not, on each device; None: on the only one."""
+    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
+    return math.prod(shape) * leaf.dtype.itemsize
+
+
 def constrain(x: Array, names: Names, rules: AxisRules) -> Array:
     """Says where an activation stands on the mesh at hand (`jax.set_mesh`).
 

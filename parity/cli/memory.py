@@ -35,8 +35,9 @@ from parity.cli import UsageError, check_files, say
 from parity.cli.shardings import read_mesh, read_rules
 from parity.memory import live, scheduled
 from parity.memory.bound import bound
-from parity.memory.job import FRONTENDS, Job, compile_step, lower, make_mesh
+from parity.memory.job import Job, compile_step, lower, make_mesh
 from parity.programs.topology import topology
+from parity.training.settings import FRONTENDS
 from shared import training
 from shared.config import FLOAT_DTYPES
 from shared.sharding import AXIS_RULES

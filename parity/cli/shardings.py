@@ -159,7 +159,7 @@ def _row(leaf: Any, axes: Sequence[str | None], place: Any) -> dict[str, Any]:
         "dtype": str(leaf.dtype),
         "axes": list(axes),
         "mesh_axes": [list(sharding.as_tuple(entry)) for entry in place.spec],
-        "bytes": leaf.dtype.itemsize * math.prod(place.shard_shape(leaf.shape)),
+        "bytes": sharding.bytes_held(leaf, place),
         "whole_bytes": leaf.dtype.itemsize * leaf.size,
     }
 

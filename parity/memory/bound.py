@@ -11,13 +11,13 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 import shared
 from parity.memory.job import Job
 from shared import sharding
-from shared.trees import flatten
 
 
 class Bound(NamedTuple):
@@ -48,24 +48,14 @@ def bound(job: Job) -> Bound:
     rows = sharding.partition_spec(("batch", "length"), rules, axes)
     tokens = job.batch * job.length // math.prod(_sizes(job, rows))
     stream = tokens * config.hidden_size * itemsize
-    places = dict(
-        flatten(
-            sharding.tree_shardings(
-                shared.abstract_params(config),
-                shared.logical_axes(config),
-                job.mesh,
-                rules,
-            )
-        )
-    )
-    gradients = sum(
-        leaf.dtype.itemsize * math.prod(places[path].shard_shape(leaf.shape))
-        for path, leaf in flatten(shared.abstract_params(config))
-    )
+    params = shared.abstract_params(config)
+    names = shared.logical_axes(config)
+    places = sharding.tree_shardings(params, names, job.mesh, rules)
+    held = jax.tree.map(sharding.bytes_held, params, places)
     return Bound(
         streams=config.num_layers * stream,
         matrices=_expert_matrices(job) * itemsize,
-        gradients=gradients,
+        gradients=sum(jax.tree.leaves(held)),
     )
 
 

@@ -7,21 +7,18 @@ import functools
 import hashlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 import shared
 import zoo_linen
 import zoo_nnx
+from parity import decoders
 from parity.programs.topology import CompiledMemory, compiled_memory
 from shared import sharding, training
 from shared.training.step import DecoderFunction
-
-FRONTENDS = ("linen", "nnx")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +40,11 @@ class Job:
     length: int
     optimizer: training.OptimizerConfig = training.OptimizerConfig()
     options: training.StepOptions = training.StepOptions()
+
+    @property
+    def placement(self) -> training.Placement:
+        """Of the step's arrays."""
+        return training.Placement(self.mesh, self.config.axis_rules)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,21 +70,16 @@ def lower(job: Job, frontend: str) -> jax.stages.Lowered:
     Raises:
       ShardingError: the model or the batch cannot be spread over the mesh.
     """
-    config, rules = job.config, job.config.axis_rules
+    config, placement = job.config, job.placement
     optimizer = training.make_optimizer(job.optimizer, config)
-    params = shared.abstract_params(config)
-    axes = shared.logical_axes(config)
-    places = sharding.tree_shardings(params, axes, job.mesh, rules)
-    state = jax.eval_shape(lambda p: training.init_state(p, optimizer), params)
-    state_places = training.state_shardings(state, places)
+    state = training.abstract_state(optimizer, config, placement)
+    shape = job.batch, job.length
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.rows(shape))
     step = functools.partial(
         training.train_step, _function(config, frontend), optimizer, options=job.options
     )
-    jitted = jax.jit(step, donate_argnums=0, out_shardings=(state_places, None))
-    with jax.set_mesh(job.mesh):
-        return jitted.lower(
-            jax.tree.map(_placed, state, state_places), {"tokens": _tokens(job)}
-        )
+    with placement.context():
+        return training.compile_step(step, state).lower(state, {"tokens": tokens})
 
 
 def compile_step(lowered: jax.stages.Lowered) -> Compiled:
@@ -103,25 +100,4 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
 def _function(config: shared.DecoderConfig, frontend: str) -> DecoderFunction:
     if frontend == "linen":
         return zoo_linen.as_function(zoo_linen.Decoder(config))
-    model = nnx.eval_shape(lambda: zoo_nnx.Decoder(config, rngs=nnx.Rngs(0)))
-    return zoo_nnx.as_function(model)
-
-
-def _placed(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-
-
-def _tokens(job: Job) -> jax.ShapeDtypeStruct:
-    spec = sharding.partition_spec(
-        ("batch", "length"), job.config.axis_rules, job.mesh.axis_names
-    )
-    place = NamedSharding(job.mesh, spec)
-    tokens = jax.ShapeDtypeStruct((job.batch, job.length), jnp.int32, sharding=place)
-    try:
-        place.shard_shape(tokens.shape)
-    except ValueError as error:
-        raise sharding.ShardingError(
-            f"A batch of [{job.batch}, {job.length}] tokens does not divide by the "
-            f"mesh: {error}"
-        ) from None
-    return tokens
+    return zoo_nnx.as_function(decoders.abstract_nnx(config))

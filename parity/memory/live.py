@@ -11,7 +11,7 @@ own figure and not equal to it: give both.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from parity.memory.scheduled import Computation, Instruction, Leaf, Module
 
@@ -238,28 +238,18 @@ class _Liveness:
             if root.opcode == "tuple"
             else [root]
         )
-        parameters = [i.name for i in _in_order(computation.instructions)]
         shared: list[int | None] = []
         for inner in leaves:
             target = _updated_parameter(inner, lines)
-            known = target in parameters
-            places = operands[parameters.index(target)] if known else ()
+            places = operands[lines[target].index] if target else ()
             shared.append(places[0] if len(places) == 1 else None)
         return shared
-
-
-def _in_order(lines: Sequence[Instruction]) -> list[Instruction]:
-    """Parameters of a computation; XLA prints them in the order of their numbers."""
-    found = [line for line in lines if line.opcode == "parameter"]
-    return sorted(found, key=lambda line: line.index)
 
 
 def _updated_parameter(line: Instruction, lines: Mapping[str, Instruction]) -> str:
     """The parameter that a line is an update of, through bitcasts; "": of none."""
     updated = False
-    while line.opcode in _IN_PLACE | _SAME | {"copy"} and line.operands:
-        if line.opcode == "copy":
-            return ""
+    while line.opcode in _IN_PLACE | _SAME:
         updated = updated or line.opcode in _IN_PLACE
         line = lines[line.operands[0]]
     return line.name if updated and line.opcode == "parameter" else ""
@@ -278,11 +268,3 @@ def _last_uses(
         if line.is_root:
             last.update(dict.fromkeys(results[line.name], len(lines)))
     return last
-
-
-def by_origin(peak: Peak) -> Iterator[tuple[str, int]]:
-    """Bytes at the peak by the operation that they are from, the most first."""
-    sums: dict[str, int] = {}
-    for buffer in peak.buffers:
-        sums[buffer.op_name] = sums.get(buffer.op_name, 0) + buffer.leaf.size
-    yield from sorted(sums.items(), key=lambda item: -item[1])

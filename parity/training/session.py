@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 import optax
 
 import shared
@@ -19,7 +17,7 @@ import zoo_linen
 import zoo_nnx
 from parity import zoo
 from parity.training.settings import SettingsError
-from shared import training
+from shared import sharding, training
 from shared.checkpoint.training import Manager
 from shared.training import LoopOptions, OptimizerConfig, Placement, StepOptions, data
 from shared.training.loop import Trainer
@@ -246,9 +244,7 @@ def state_bytes(session: Session) -> int:
 
 
 def _bytes_held(leaf: jax.ShapeDtypeStruct) -> int:
-    place = leaf.sharding
-    shape = leaf.shape if place is None else place.shard_shape(leaf.shape)
-    return math.prod(shape) * np.dtype(leaf.dtype).itemsize
+    return sharding.bytes_held(leaf, leaf.sharding)
 
 
 def _check_memory(session: Session) -> None:

@@ -55,27 +55,36 @@ class Placement:
         """
         if self.mesh is None:
             return {name: jnp.asarray(leaf) for name, leaf in batch.items()}
+        return {name: self._spread(np.asarray(leaf)) for name, leaf in batch.items()}
+
+    def rows(self, shape: tuple[int, int]) -> NamedSharding:
+        """Where an array [B, T] of a batch stands; there must be a mesh.
+
+        Raises:
+          ShardingError: its rows or its length do not divide by their mesh axes.
+        """
+        assert self.mesh is not None
         spec = partition_spec(("batch", "length"), self.rules, self.mesh.axis_names)
-        rows = NamedSharding(self.mesh, spec)
-        return {name: _spread(np.asarray(leaf), rows) for name, leaf in batch.items()}
+        place = NamedSharding(self.mesh, spec)
+        try:
+            place.shard_shape(shape)
+        except ValueError as error:
+            raise ShardingError(
+                f"A batch of the shape {shape} cannot be spread by {spec} over "
+                f"{dict(self.mesh.shape)}: its rows and its length must be multiples."
+            ) from error
+        return place
+
+    def _spread(self, leaf: np.ndarray) -> jax.Array:
+        # Each process has the whole batch, and gives its devices theirs.
+        place = self.rows(leaf.shape)
+        return jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """In which steps are compiled and run: activations are placed by it."""
         if self.mesh is None:
             return contextlib.nullcontext()
         return jax.set_mesh(self.mesh)
-
-
-def _spread(leaf: np.ndarray, place: NamedSharding) -> jax.Array:
-    try:
-        place.shard_shape(leaf.shape)
-    except ValueError as error:
-        raise ShardingError(
-            f"A batch of the shape {leaf.shape} cannot be spread by {place.spec} over "
-            f"{dict(place.mesh.shape)}: its rows and its length must be multiples."
-        ) from error
-    # Each process has the whole batch, and gives its devices theirs.
-    return jax.make_array_from_callback(leaf.shape, place, leaf.__getitem__)
 
 
 def draw_params(

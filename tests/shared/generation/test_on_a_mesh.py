@@ -6,9 +6,6 @@ stand anywhere, and a module built in one mode ran that mode's branch in the oth
 """
 
 import functools
-import pathlib
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -21,25 +18,14 @@ import zoo_linen
 from shared import generation, sharding
 from shared.sharding import AXIS_RULES, decode_rules, partition_spec
 from shared.trees import flatten
+from tests.eight_devices import results_of
 from tests.shared.generation import eight_devices as script
 from tests.shared.generation import models
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mesh") / "results.npz"
-    done = subprocess.run(
-        [sys.executable, pathlib.Path(script.__file__), file],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = {}
-    with np.load(file) as arrays:
-        for key in arrays:
-            case, name = key.split("|")
-            found.setdefault(case, {})[name] = arrays[key]
-    return found
+    return results_of(script, tmp_path_factory.mktemp("mesh"))
 
 
 @pytest.mark.parametrize("name", script.CONFIGS)

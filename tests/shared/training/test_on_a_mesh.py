@@ -1,12 +1,9 @@
 """On eight virtual devices a model gives what it gives on one."""
 
-import pathlib
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
+from tests.eight_devices import results_of
 from tests.shared.training import eight_devices as script
 
 # Sums of a few hundred products in another order, of numbers around one.
@@ -15,19 +12,7 @@ NOISE = 2e-5
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    file = tmp_path_factory.mktemp("mesh") / "results.npz"
-    done = subprocess.run(
-        [sys.executable, pathlib.Path(script.__file__), file],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    found = {}
-    with np.load(file) as arrays:
-        for key in arrays:
-            case, name = key.split("|")
-            found.setdefault(case, {})[name] = arrays[key]
-    return found
+    return results_of(script, tmp_path_factory.mktemp("mesh"))
 
 
 def assert_near(ours, whole):
