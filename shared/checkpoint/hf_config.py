@@ -80,6 +80,8 @@ _HOW_IT_RUNS = (
     "dtype",
     "axis_rules",
     "expert_chunks",
+    "attention_kernel",
+    "expert_kernel",
 )
 
 

@@ -233,6 +233,23 @@ def test_what_is_not_implemented_is_refused(fields, message):
         DecoderConfig.from_hf(ALL_THREES | fields)
 
 
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"axis_rules": (("batch", "data"),)},
+        {"expert_chunks": 2},
+        {"attention_kernel": "splash"},
+        {"expert_kernel": "megablox"},
+        {"remat_policy": "full"},
+        {"scan_layers": False},
+    ],
+    ids=lambda how: next(iter(how)),
+)
+def test_how_a_model_is_run_is_no_part_of_its_file(how):
+    config = preset("qwen3-next-tiny")
+    assert hf_config.to_hf(config.replace(**how)) == hf_config.to_hf(config)
+
+
 def test_a_config_of_two_opinions_is_not_written():
     config = DecoderConfig.from_hf(ALL_THREES)
     attention = dataclasses.replace(config.attention, norm_eps=1e-3)
