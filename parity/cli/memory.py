@@ -36,6 +36,7 @@ from parity.cli.shardings import read_mesh, read_rules
 from parity.memory import live, scheduled
 from parity.memory.bound import bound
 from parity.memory.job import Job, compile_step, lower, make_mesh
+from parity.programs.program import of_lowered
 from parity.programs.topology import topology
 from parity.training.settings import FRONTENDS
 from shared import training
@@ -178,10 +179,10 @@ def measure(job: Job, frontend: str, buffers: int) -> list[dict[str, Any]]:
     lowered = {name: lower(job, name) for name in chosen}
     programs: dict[str, list[str]] = {}
     for name, program in lowered.items():
-        programs.setdefault(program.as_text(), []).append(name)
+        programs.setdefault(of_lowered(program).digest, []).append(name)
     least = bound(job)
     rows = []
-    for names in programs.values():
+    for digest, names in programs.items():
         found = compile_step(lowered[names[0]])
         fullest = live.peak(scheduled.read(found.text))
         rows.append(
@@ -192,7 +193,7 @@ def measure(job: Job, frontend: str, buffers: int) -> list[dict[str, Any]]:
                 "bound": {**least._asdict(), "total": least.total},
                 "live": fullest.total,
                 "buffers": [_described(b) for b in fullest.buffers[:buffers]],
-                "digest": found.digest,
+                "digest": digest,
                 "compile_seconds": round(found.seconds, 1),
                 "compile_peak_bytes": _peak_of_process(),
             }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Mapping, Sequence
 
@@ -53,13 +52,11 @@ class Compiled:
 
     Attributes:
       memory: bytes on each device.
-      digest: SHA-256 of the StableHLO that was compiled.
       seconds: that compiling took.
       text: the compiled program (see `scheduled.read`).
     """
 
     memory: CompiledMemory
-    digest: str
     seconds: float
     text: str
 
@@ -84,12 +81,11 @@ def lower(job: Job, frontend: str) -> jax.stages.Lowered:
 
 def compile_step(lowered: jax.stages.Lowered) -> Compiled:
     """Compiles a step; minutes for a large model."""
-    digest = hashlib.sha256(lowered.as_text().encode()).hexdigest()
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
     text = compiled.as_text() or ""
-    return Compiled(compiled_memory(compiled), digest, seconds, text)
+    return Compiled(compiled_memory(compiled), seconds, text)
 
 
 def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:

@@ -128,12 +128,21 @@ def lower(
         raise ProgramError(
             f"A Python callback cannot be lowered for {platform}: {error}."
         ) from error
-    program = canonical(
-        lowered.compiler_ir("stablehlo"), _paths(args), _paths(traced.out_info), python
-    )
-    return dataclasses.replace(
-        program, cost=cost.count_jaxpr(traced.jaxpr), lowered=lowered
-    )
+    program = of_lowered(lowered, python)
+    return dataclasses.replace(program, cost=cost.count_jaxpr(traced.jaxpr))
+
+
+def of_lowered(lowered: jax.stages.Lowered, python: str = "") -> Program:
+    """The canonical program of what JAX has lowered, without its cost.
+
+    Args:
+      lowered: a function of positional arguments, all of which it uses or keeps.
+      python: see `canonical`.
+    """
+    (arguments, _), results = lowered.args_info, lowered.out_info
+    module: Any = lowered.compiler_ir("stablehlo")
+    program = canonical(module, _paths(arguments), _paths(results), python)
+    return dataclasses.replace(program, lowered=lowered)
 
 
 def canonical(

@@ -97,8 +97,8 @@ def gated_delta_rule_chunked(
     state_decay, decay = _decays(log_decay, *_group_chunks(groups, size))
 
     products = einsum("nbhid,nbhjd->nbhij", k, k)[:, :, :, None]
-    place = np.arange(size)
-    strictly_before = (place[:, None] > place)[None, None, None, None]
+    place = jnp.arange(size)
+    strictly_before = (place[:, None] > place[None])[None, None, None, None]
     mixing = jnp.where(strictly_before, beta[..., None] * products * decay, 0)
     solve = _unit_lower_inverse(mixing) * beta[..., None, :]
 
@@ -144,11 +144,11 @@ def _decays(
     small terms next to a large one. Masks go in before `exp`, since the gradient of
     where(mask, exp(x), 0) is 0 times infinity where exp overflows.
     """
-    place = np.arange(log_decay.shape[-1])
-    after = (place[:, None] > place)[None, None, None, None]
+    place = jnp.arange(log_decay.shape[-1])
+    after = (place[:, None] > place[None])[None, None, None, None]
     between = jnp.cumsum(jnp.where(after, log_decay[..., None], 0), axis=-2)
     same = groups[..., :, None] == groups[..., None, :]
-    same = same & (place[:, None] >= place)[None, None]
+    same = same & (place[:, None] >= place[None])[None, None]
     decay = jnp.exp(jnp.where(same[:, :, None, None], between, -jnp.inf))
 
     continues = (groups == group_before[..., None])[:, :, None, None]
