@@ -251,6 +251,7 @@ def _delta_net(draw: st.DrawFn, hidden: int) -> shared.GatedDeltaNetConfig:
         value_head_dim=draw(st.sampled_from((7, 8))),
         conv_width=draw(st.sampled_from((4, 1, 2))),
         chunk_size=draw(st.sampled_from((4, 16))),
+        span_size=draw(st.sampled_from((8, 512))),
         grouped_projections=draw(st.booleans()),
     )
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from shared.plan import LayerPlan, make_plan
+from shared.plan import Group, LayerPlan, make_plan
 
 Mixer = Literal["linear_attention", "sliding_attention", "full_attention"]
 FeedForward = Literal["dense", "moe", "dense_and_moe"]
@@ -295,7 +295,9 @@ class GatedDeltaNetConfig:
     """Linear attention with a gated delta rule.
 
     With `grouped_projections` two weights hold what goes in, by key head; else four
-    do, each in flat order of heads.
+    do, each in flat order of heads. The rule runs by chunks of `chunk_size` tokens, and
+    the backward pass holds what the chunks of `span_size` tokens need: sizes change the
+    cost and the rounding only.
     """
 
     hidden_size: int
@@ -307,6 +309,7 @@ class GatedDeltaNetConfig:
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     chunk_size: int = 32
+    span_size: int = 512
     grouped_projections: bool = True
 
     def __post_init__(self):
@@ -511,6 +514,10 @@ class DecoderConfig:
       param_scan_axis: where the stack axes stand in a stacked leaf.
       remat_policy: "none", "full", the name of a `jax.checkpoint_policies` policy, or
         "names:a,b" to save only the values so named.
+      block_form: "nested": runs of a block are loops, and each layer is rematerialised
+        by itself. "flat": the layers of a block stand one after another, and the block
+        is rematerialised as a whole, which takes more memory and a larger program: for
+        comparison. Parameters and values are the same.
       param_dtype: dtype of new parameters; a few stay at least float32 (`ParamSpec`).
       dtype: dtype of activations.
       axis_rules: where activations stand on the mesh at hand (`shared.sharding`); ():
@@ -559,6 +566,7 @@ class DecoderConfig:
     scan_period: int | None = None
     param_scan_axis: int = 0
     remat_policy: str = "none"
+    block_form: Literal["nested", "flat"] = "nested"
     param_dtype: str = "float32"
     dtype: str = "float32"
     axis_rules: tuple[tuple[str, str | tuple[str, ...] | None], ...] = ()
@@ -612,6 +620,7 @@ class DecoderConfig:
             )
         _one_of("attention_kernel", self.attention_kernel, get_args(AttentionKernel))
         _one_of("expert_kernel", self.expert_kernel, get_args(ExpertKernel))
+        _one_of("block_form", self.block_form, BLOCK_FORMS)
         resolve_remat_policy(self.remat_policy)
         self.plan  # noqa: B018  (an explicit period that contradicts the kinds raises)
 
@@ -692,6 +701,10 @@ class DecoderConfig:
             self.layers, period=self.scan_period, scan_layers=self.scan_layers
         )
 
+    def is_flat(self, group: Group) -> bool:
+        """Whether the blocks of a group are flat (see `block_form`)."""
+        return self.block_form == "flat" and group.repeats is not None
+
     @classmethod
     def from_hf(
         cls, source: str | os.PathLike[str] | Mapping[str, Any]
@@ -713,6 +726,7 @@ class DecoderConfig:
 
 
 SAVEABLE_NAMES = ("mixer_output", "feed_forward_output")  # see decoder_layer.apply
+BLOCK_FORMS = ("nested", "flat")
 FLOAT_DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 

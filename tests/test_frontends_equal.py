@@ -140,6 +140,13 @@ def test_every_family_is_one_program_in_both_frontends(name):
     assert tier.compared.leaves == 4
 
 
+@pytest.mark.parametrize("form", ["nested", "flat"])
+def test_rematerialised_blocks_are_one_program_in_both_frontends(form):
+    config = CONFIGS["experts"].replace(remat_policy="full", block_form=form)
+    tier = decoders.check_program(decoders.abstract_pair(config))
+    assert tier.status == "proved", tier.differences
+
+
 @settings(max_examples=30)
 @given(strategies.decoder_configs())
 def test_specs_hold_every_layer_once_and_unstack_to_the_unscanned_tree(config):
@@ -282,6 +289,15 @@ def test_scanned_equals_unscanned_within_rounding():
         )
         gradient |= {f"layers_{i}": layer for i, layer in enumerate(layers)}
         assert_near(scanned | {"gradient": gradient}, one_by_one)
+
+
+def test_flat_blocks_equal_nested_ones_within_rounding():
+    config, inputs = CONFIGS["tied"], example(3, config=CONFIGS["tied"])
+    nested = measured("linen", config)(params_of(config), inputs)
+    flat = config.replace(block_form="flat")
+    sides = [measured(f, flat)(params_of(config), inputs) for f in ("linen", "nnx")]
+    assert_same_bytes(*sides)
+    assert_near(sides[0], nested)
 
 
 # Padding, packing, order.

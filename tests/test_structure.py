@@ -424,6 +424,23 @@ def test_each_layer_is_rematerialised_once(frontend, policy, scan_layers):
     assert not any(set(REMAT) & set(inside) for inside in found)
 
 
+@pytest.mark.parametrize("frontend", FRONTENDS)
+def test_a_flat_block_is_rematerialised_as_a_whole_without_inner_loops(frontend):
+    nested = NESTED.replace(remat_policy="full")
+    expected = {
+        "nested": (3, 2),  # two runs in a loop over blocks, and the remainder
+        "flat": (2, 1),
+    }
+    for form, (remats, loops_of_two) in expected.items():
+        config = nested.replace(block_form=form)
+        found = equations(forward_jaxpr(decoder_apply(config, frontend), config))
+        steps = [equation for equation, _ in found]
+        assert sum(step.primitive.name in REMAT for step in steps) == remats
+        scans = [step for step in steps if step.primitive.name == "scan"]
+        trips = [s.params["length"] // s.params["unroll"] for s in scans]
+        assert trips.count(2) == loops_of_two
+
+
 def weight_shapes(config):
     """Shapes of all matrices of the layers: of one layer, of a run, of all blocks."""
     shapes = set()

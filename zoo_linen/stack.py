@@ -61,7 +61,10 @@ def run_group(
     """Runs a block once, or scans it over its repeats; `told` is sliced as weights."""
     if group.repeats is None:
         return block(carry, context, told)
-    scan = _scan(Block.__call__, group.repeats, STACK_AXES[0], block.config)
+    call, config = Block.__call__, block.config
+    if config.is_flat(group):
+        call = _rematerialised(call, config)
+    scan = _scan(call, group.repeats, STACK_AXES[0], config)
     return scan(block, carry, context, told)
 
 
@@ -82,7 +85,10 @@ def run_layers(
     The scan of length one closes over the weights: carried, they would be saved for
     the backward pass of every block. Of the layer's other variables it carries those
     that may change; what is made on the way, such as sown values, has no stack axis.
+
+    In a flat block there is no inner loop, and the block is rematerialised as a whole.
     """
+    flat = config.is_flat(group)
 
     def call(
         layer: nn.Module, x: Array, cache: Any, context: Context, told: PerLayer
@@ -90,9 +96,8 @@ def run_layers(
         slot = () if cache is None else cache_slot(group, run, told.layer)
         return layer(x, context.at_layer(told.layer, slot, told.input), cache)
 
-    if config.remat_policy != "none":
-        policy = resolve_remat_policy(config.remat_policy)
-        call = nn.remat(call, policy=policy, prevent_cse=False)
+    if not flat:
+        call = _rematerialised(call, config)
 
     def step(
         layer: nn.Module, carry: Carry, context: Context, told: PerLayer
@@ -103,8 +108,11 @@ def run_layers(
         return (x, cache, lent), aux
 
     if run.stacked:
-        scan = _scan(step, run.length, STACK_AXES[1], config)
+        unroll = run.length if flat else 1
+        scan = _scan(step, run.length, STACK_AXES[1], config, unroll)
         return scan(layer, carry, context, told)
+    if flat:
+        return step(layer, carry, context, told)
     held = [n for n in layer.variables if n not in ("params", "intermediates")]
     changing = [name for name in held if layer.is_mutable_collection(name)]
     fixed = ["params", *(name for name in held if name not in changing)]
@@ -126,6 +134,15 @@ def run_layers(
     return carry, _drop_axis(aux)
 
 
+def _rematerialised(
+    call: Callable[..., Any], config: DecoderConfig
+) -> Callable[..., Any]:
+    if config.remat_policy == "none":
+        return call
+    policy = resolve_remat_policy(config.remat_policy)
+    return nn.remat(call, policy=policy, prevent_cse=False)
+
+
 def _add_axis(tree: Any) -> Any:
     return jax.tree.map(lambda leaf: leaf[None], tree)
 
@@ -135,7 +152,11 @@ def _drop_axis(tree: Any) -> Any:
 
 
 def _scan(
-    step: Callable[..., Any], length: int, axis_name: str, config: DecoderConfig
+    step: Callable[..., Any],
+    length: int,
+    axis_name: str,
+    config: DecoderConfig,
+    unroll: int = 1,
 ) -> Callable[..., Any]:
     return nn.scan(
         step,
@@ -143,6 +164,7 @@ def _scan(
         split_rngs={True: True},
         in_axes=(nn.broadcast, 0),
         length=length,
+        unroll=unroll,
         check_constancy_invariants=False,
         metadata_params={nn.PARTITION_NAME: axis_name},
     )

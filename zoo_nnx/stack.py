@@ -220,18 +220,29 @@ class _Block:
             path: (_to_front(params, axis), _to_front(rest, 0))
             for path, (params, rest) in states.items()
         }
+        body = self._flat if self.config.is_flat(self.group) else self
         # Weights before what layers are told, which is Linen's order of operands.
         carry, results = jax.lax.scan(
-            self, carry, (xs, told), length=self.group.repeats
+            body, carry, (xs, told), length=self.group.repeats
         )
         return carry, {
             path: (_stacked(owned, STACK_AXES[0], axis), aux)
             for path, (owned, aux) in results.items()
         }
 
+    def _flat(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
+        """The runs once, rematerialised as a whole; weights first, as in Linen."""
+
+        def call(states: Any, carry: Carry, told: Any) -> tuple[Carry, Any]:
+            return self(carry, (states, told))
+
+        states, told = inputs
+        return _rematerialised(call, self.config)(states, carry, told)
+
     def __call__(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
         x, caches, lent = carry
         new_caches, results = {}, {}
+        flat = self.config.is_flat(self.group)
         for run in self.group.runs:
             path = run_path(self.group, run)
             states, told = (tree[path] for tree in inputs)
@@ -241,7 +252,7 @@ class _Block:
             )
             run_layers = _scan_layers if run.stacked else _single_layer
             carry, results[path] = run_layers(
-                step, states, carry, self.context, told, self.config
+                step, states, carry, self.context, told, self.config, flat
             )
             x, new_caches[path], lent = carry
         return (x, None if caches is None else new_caches, lent), results
@@ -270,9 +281,8 @@ def _layer_step(
         context = context.at_layer(told.layer, slot, told.input)
         return *layer(x, context, cache), _owned(layer, params)
 
-    if config.remat_policy != "none":
-        policy = resolve_remat_policy(config.remat_policy)
-        call = jax.checkpoint(call, policy=policy, prevent_cse=False)
+    if not config.is_flat(group):
+        call = _rematerialised(call, config)
 
     def step(
         params: nnx.State,
@@ -289,6 +299,15 @@ def _layer_step(
     return step
 
 
+def _rematerialised(
+    call: Callable[..., Any], config: DecoderConfig
+) -> Callable[..., Any]:
+    if config.remat_policy == "none":
+        return call
+    policy = resolve_remat_policy(config.remat_policy)
+    return jax.checkpoint(call, policy=policy, prevent_cse=False)
+
+
 def _scan_layers(
     step: Callable[..., Any],
     states: tuple[nnx.State, nnx.State],
@@ -296,6 +315,7 @@ def _scan_layers(
     context: Context,
     told: PerLayer,
     config: DecoderConfig,
+    flat: bool,
 ) -> tuple[Carry, Any]:
     params, rest = _to_front(states[0], config.param_scan_axis), _to_front(states[1], 0)
 
@@ -303,7 +323,7 @@ def _scan_layers(
         params, rest, own = inputs
         return step(params, rest, carry, context, own)
 
-    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, told))
+    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, told), unroll=flat)
     return carry, (_stacked(owned, STACK_AXES[1], config.param_scan_axis), aux)
 
 
@@ -314,12 +334,15 @@ def _single_layer(
     context: Context,
     told: PerLayer,
     config: DecoderConfig,
+    flat: bool,
 ) -> tuple[Carry, Any]:
-    """A scan of length one that closes over the weights.
+    """A scan of length one that closes over the weights; none in a flat block.
 
     Carried, they would be saved for the backward pass of every block.
     """
     del config
+    if flat:
+        return step(*states, carry, context, told)
 
     def body(carry, _):
         return step(*states, carry, context, told)

@@ -4,8 +4,8 @@ parity memory TARGET --topology=v5p:2x2x1 [--mesh=fsdp=4] [flags]
 
 TARGET is a preset (see `parity models`) or a folder with a checkpoint, of which only
 the config is read. The step (AdamW, chunked loss, gradients of every parameter) is
-compiled ahead of time by libtpu (pip install "parity-zoo[tpu]") for each dtype of
---param_dtype; that takes minutes. Both frontends are lowered: where the two are one
+compiled ahead of time by libtpu (pip install "parity-zoo[tpu]") for each --block_form
+and --param_dtype; that takes minutes. Both frontends are lowered: where the two are one
 program, as they should be, it is compiled once. Bytes are those of one device, by the
 compiler's own account; which buffers are alive at the fullest point is read from the
 compiled program, and adds up to a sum near the compiler's. The bound is arithmetic:
@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import itertools
 import json
 import pathlib
 import resource
@@ -40,7 +41,7 @@ from parity.programs.program import of_lowered
 from parity.programs.topology import topology
 from parity.training.settings import FRONTENDS
 from shared import training
-from shared.config import FLOAT_DTYPES
+from shared.config import BLOCK_FORMS, FLOAT_DTYPES
 from shared.sharding import AXIS_RULES
 
 VERSIONS = ("jax", "jaxlib", "libtpu", "flax", "optax")
@@ -66,6 +67,13 @@ def define_flags(values: flags.FlagValues) -> None:
         ["float32"],
         FLOAT_DTYPES,
         "Of parameters and optimizer state; may be given several times.",
+        flag_values=values,
+    )
+    flags.DEFINE_multi_enum(
+        "block_form",
+        ["nested"],
+        BLOCK_FORMS,
+        "How the layers of a block run; may be given several times.",
         flag_values=values,
     )
     flags.DEFINE_enum(
@@ -121,9 +129,10 @@ def run(
         options=training.StepOptions(loss_chunk_size=options["loss_chunk_size"]),
     )
     rows = []
-    for dtype in options["param_dtype"]:
-        typed = dataclasses.replace(job, config=config.replace(param_dtype=dtype))
-        for row in measure(typed, options["frontend"], options["buffers"]):
+    for form, dtype in itertools.product(options["block_form"], options["param_dtype"]):
+        changed = config.replace(block_form=form, param_dtype=dtype)
+        variant = dataclasses.replace(job, config=changed)
+        for row in measure(variant, options["frontend"], options["buffers"]):
             print_row(row, console)
             rows.append(row)
     versions = dict(_versions())
@@ -188,6 +197,7 @@ def measure(job: Job, frontend: str, buffers: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "frontends": names,
+                "block_form": job.config.block_form,
                 "param_dtype": str(job.config.param_dtype),
                 "bytes": found.memory._asdict(),
                 "bound": {**least._asdict(), "total": least.total},
@@ -227,10 +237,9 @@ def print_row(row: Mapping[str, Any], console: rich.console.Console) -> None:
     least = row["bound"]
     say(
         console,
-        f"{' = '.join(row['frontends'])}, {row['param_dtype']} parameters: arguments "
-        f"{gigabytes['arguments']}, temporary {gigabytes['temporary']}, code "
-        f"{gigabytes['code']}; compiled in {row['compile_seconds']:.0f} s, program "
-        f"{row['digest'][:12]}",
+        f"{_named(row)}: arguments {gigabytes['arguments']}, temporary "
+        f"{gigabytes['temporary']}, code {gigabytes['code']}; compiled in "
+        f"{row['compile_seconds']:.0f} s, program {row['digest'][:12]}",
     )
     say(
         console,
@@ -253,6 +262,11 @@ def print_row(row: Mapping[str, Any], console: rich.console.Console) -> None:
     console.print(table)
 
 
+def _named(row: Mapping[str, Any]) -> str:
+    frontends = " = ".join(row["frontends"])
+    return f"{frontends}, {row['block_form']}, {row['param_dtype']} parameters"
+
+
 def judge(
     rows: Sequence[Mapping[str, Any]],
     max_temp: float | None,
@@ -260,17 +274,18 @@ def judge(
 ) -> int:
     """The exit status, with its reason printed."""
     status = 0
-    dtypes = [row["param_dtype"] for row in rows]
-    for dtype in sorted({d for d in dtypes if dtypes.count(d) > 1}):
-        say(console, f"With {dtype} parameters the frontends' programs differ.")
+    variants = [(row["block_form"], row["param_dtype"]) for row in rows]
+    for form, dtype in sorted({v for v in variants if variants.count(v) > 1}):
+        named = f"With {form} blocks and {dtype} parameters"
+        say(console, f"{named} the frontends' programs differ.")
         status = 1
     for row in rows:
         temporary = row["bytes"]["temporary"]
         if max_temp is not None and temporary > max_temp * 1e9:
             say(
                 console,
-                f"{' = '.join(row['frontends'])}, {row['param_dtype']} parameters: "
-                f"temporary {temporary / 1e9:.3f} GB is above --max_temp={max_temp}.",
+                f"{_named(row)}: temporary {temporary / 1e9:.3f} GB is above "
+                f"--max_temp={max_temp}.",
             )
             status = 1
     return status

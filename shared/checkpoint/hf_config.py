@@ -77,6 +77,7 @@ _HOW_IT_RUNS = (
     "scan_period",
     "param_scan_axis",
     "remat_policy",
+    "block_form",
     "dtype",
     "axis_rules",
     "expert_chunks",
@@ -308,7 +309,7 @@ def _facts(config: DecoderConfig) -> Iterator[tuple[str, Any]]:
 
 
 def _fact(part: Any, name: str) -> Any:
-    if name == "chunk_size":
+    if name in ("chunk_size", "span_size"):
         return None  # how it runs
     if name == "scale" and isinstance(part, AttentionConfig) and part.scale is None:
         return part.head_dim**-0.5

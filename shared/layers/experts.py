@@ -15,6 +15,7 @@ from shared.config import MoEConfig
 from shared.context import Context
 from shared.layers.linear import adapted
 from shared.layers.sharded_experts import sharded_expert_mlp
+from shared.ops.cast import cast_weight
 from shared.ops.experts import expert_mlp
 from shared.ops.routing import Routing
 from shared.params import ParamSpec, normal
@@ -69,13 +70,14 @@ def apply(
             activation=config.activation,
             kernel=context.expert_kernel,
         )
+    gate, up, down = (cast_weight(matrix, x.dtype) for matrix in (gate, up, down))
     y = expert_mlp(
         x.reshape(-1, x.shape[-1]),
         routing.experts,
         routing.weights,
-        gate.astype(x.dtype),
-        up.astype(x.dtype),
-        down.astype(x.dtype),
+        gate,
+        up,
+        down,
         real.reshape(-1),
         activation=config.activation,
         kernel=_kernel_here(context),

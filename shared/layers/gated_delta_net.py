@@ -18,6 +18,7 @@ from shared.cache import GatedDeltaNetCache, put, take
 from shared.config import GatedDeltaNetConfig
 from shared.context import Context, number_segments
 from shared.layers.linear import project
+from shared.ops.cast import cast_weight
 from shared.ops.conv import causal_conv1d
 from shared.ops.delta_rule_chunked import gated_delta_rule
 from shared.ops.norm import gated_rms_norm, l2_norm
@@ -93,7 +94,7 @@ def apply(
 
     mixed, conv_tail = causal_conv1d(
         qkv,
-        weights["conv1d"].astype(x.dtype),
+        cast_weight(weights["conv1d"], x.dtype),
         cache.conv_tail.astype(x.dtype),
         segments.groups,
         segments.real,
@@ -110,6 +111,7 @@ def apply(
         segments.groups,
         segments.real,
         chunk_size=config.chunk_size,
+        span_size=config.span_size,
     )
     y = context.constrain(y, "batch", "length", "heads", None)  # before the gate
     y = gated_rms_norm(y, z, weights["norm"], config.norm_eps)

@@ -24,6 +24,7 @@ from shared.layers.rotary import rotate
 from shared.layers.self_attention import attend_to_own
 from shared.ops import attention
 from shared.ops.attention import Keys
+from shared.ops.cast import cast_weight
 from shared.ops.norm import rms_norm
 from shared.params import ParamSpec, constant, normal
 
@@ -175,7 +176,7 @@ def _attend_to_latents(
     config: LatentAttentionConfig,
 ) -> Float[Array, "B T N Hv"]:
     """All heads have the latents as keys and values, seen through `kv_b_proj`."""
-    kv_b = adapted(weights, "kv_b_proj").astype(q.dtype)
+    kv_b = cast_weight(adapted(weights, "kv_b_proj"), q.dtype)
     kv_b = kv_b.reshape(config.kv_lora_rank, config.num_heads, -1)
     to_keys, to_values = jnp.split(kv_b, [config.nope_head_dim], axis=-1)
     plain, turned = jnp.split(q, [config.nope_head_dim], axis=-1)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from shared.ops.cast import cast_weight
 from shared.ops.matmul import matmul
 from shared.params import ParamSpec, constant
 
@@ -24,12 +25,12 @@ def project(
     x: Float[Array, "*B D"], weights: Mapping[str, Array], name: str
 ) -> Float[Array, "*B F"]:
     """X (W + s A B) (+ b): the weight `name` [D, F], its adapter, `name_bias` [F]."""
-    y = matmul(x, weights[name].astype(x.dtype))
+    y = matmul(x, cast_weight(weights[name], x.dtype))
     if has_adapter(weights, name):
         a, b, scale = _adapter(weights, name)
-        narrow = matmul(x, a.astype(x.dtype))
+        narrow = matmul(x, cast_weight(a, x.dtype))
         narrow = narrow * jnp.broadcast_to(scale.astype(x.dtype), narrow.shape)
-        y = y + matmul(narrow, b.astype(x.dtype))
+        y = y + matmul(narrow, cast_weight(b, x.dtype))
     bias = weights.get(f"{name}_bias")
     if bias is None:
         return y

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
 from shared.ops import experts as ops
+from shared.ops.cast import cast_weight
 from shared.sharding import as_tuple
 
 Matrices = tuple[Array, Array, Array]  # gate, up and down projection
@@ -133,7 +134,7 @@ def _mlp_in_chunks(
     """The rows' MLPs; what is gathered for a chunk is gathered again going back."""
 
     def gather(matrix: Array, axis: int) -> Array:
-        matrix = matrix.astype(rows.dtype)
+        matrix = cast_weight(matrix, rows.dtype)
         if not axes.width:
             return matrix
         # Tied, and with it its gradient, which XLA for TPU would else try to sum before

@@ -28,16 +28,76 @@ def gated_delta_rule(
     groups: Int[Array, "B T"],
     real: Bool[Array, "B T"],
     chunk_size: int,
+    span_size: int,
 ) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "B Hv Dk Dv"]]:
     """The rule in its cheaper form: a step for a single token, chunks for more.
 
-    Both mean the same; see `gated_delta_rule_stepwise` for the formula and arguments.
+    All forms mean the same; see `gated_delta_rule_stepwise` for the formula and
+    arguments, and `gated_delta_rule_by_span` for the sizes.
     """
     if q.shape[1] == 1:
         return gated_delta_rule_stepwise(q, k, v, log_decay, beta, state, groups, real)
-    return gated_delta_rule_chunked(
-        q, k, v, log_decay, beta, state, groups, real, chunk_size
-    )
+    inputs = q, k, v, log_decay, beta, state, groups, real
+    if q.shape[1] <= span_size:
+        return gated_delta_rule_chunked(*inputs, chunk_size)
+    return gated_delta_rule_by_span(*inputs, chunk_size, span_size)
+
+
+def gated_delta_rule_by_span(
+    q: Float[Array, "B T Hk Dk"],
+    k: Float[Array, "B T Hk Dk"],
+    v: Float[Array, "B T Hv Dv"],
+    log_decay: Float[Array, "B T Hv"],
+    beta: Float[Array, "B T Hv"],
+    state: Float[Array, "B Hv Dk Dv"],
+    groups: Int[Array, "B T"],
+    real: Bool[Array, "B T"],
+    chunk_size: int,
+    span_size: int,
+) -> tuple[Float[Array, "B T Hv Dv"], Float[Array, "B Hv Dk Dv"]]:
+    """`gated_delta_rule_chunked` for a span of tokens after the other.
+
+    The backward pass has what the chunks of one span need (their matrices [C, C], the
+    states before them), not of all: that is most of what a long row costs in memory. It
+    computes them again from the state before the span.
+
+    Args:
+        q: As in `gated_delta_rule_stepwise`, as all that is not named here.
+        k: Keys.
+        v: Values.
+        log_decay: Logarithm of the decay.
+        beta: Writing strength.
+        state: Before the first token.
+        groups: Numbers of the sequences.
+        real: False at padding.
+        chunk_size: Tokens in a chunk.
+        span_size: Tokens in a span.
+    """
+    batch, time = real.shape
+    padding = -time % span_size
+
+    def by_span(x, mode="constant"):
+        x = jnp.pad(x, ((0, 0), (0, padding)) + ((0, 0),) * (x.ndim - 2), mode=mode)
+        return jnp.moveaxis(x.reshape(batch, -1, span_size, *x.shape[2:]), 1, 0)
+
+    # In a span its first sequence, too, is number 0 where it continues the last one's.
+    numbers = by_span(groups, "edge")
+    before = jnp.pad(numbers[:-1, :, -1], ((1, 0), (0, 0)))
+    numbers = numbers - before[..., None]
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def next_span(state, span):
+        q, k, v, log_decay, beta, groups, real = span
+        o, state = gated_delta_rule_chunked(
+            q, k, v, log_decay, beta, state, groups, real, chunk_size
+        )
+        return state, o
+
+    wide = state.astype(np.promote_types(v.dtype, np.float32))
+    spans = *(by_span(x) for x in (q, k, v, log_decay, beta)), numbers, by_span(real)
+    state, o = jax.lax.scan(next_span, wide, spans)
+    o = jnp.moveaxis(o, 0, 1).reshape(batch, -1, *v.shape[2:])
+    return o[:, :time], state
 
 
 def gated_delta_rule_chunked(

@@ -49,12 +49,18 @@ def test_a_step_is_measured_and_judged(here, tmp_path):
 
 def test_programs_that_differ_are_two_rows_and_no_success():
     rows = [
-        {"param_dtype": "float32", "frontends": [name], "bytes": {"temporary": 1}}
+        {
+            "block_form": "flat",
+            "param_dtype": "float32",
+            "frontends": [name],
+            "bytes": {"temporary": 1},
+        }
         for name in ("linen", "nnx")
     ]
     out = io.StringIO()
     assert memory.judge(rows, None, rich.console.Console(file=out)) == 1
-    assert "With float32 parameters the frontends' programs differ." in out.getvalue()
+    expected = "With flat blocks and float32 parameters the frontends' programs differ."
+    assert expected in out.getvalue()
     assert memory.judge(rows[:1], 1.0, rich.console.Console(file=out)) == 0
 
 

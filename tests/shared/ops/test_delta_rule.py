@@ -9,7 +9,11 @@ import pytest
 from hypothesis import strategies as st
 
 from shared.ops.delta_rule import gated_delta_rule_stepwise
-from shared.ops.delta_rule_chunked import gated_delta_rule, gated_delta_rule_chunked
+from shared.ops.delta_rule_chunked import (
+    gated_delta_rule,
+    gated_delta_rule_by_span,
+    gated_delta_rule_chunked,
+)
 from tests.references import delta_rule as reference
 
 # Pairwise different, four value heads to a key head: swapped axes and tiled heads show.
@@ -54,9 +58,11 @@ def unit(x):
 
 
 def rule(floats, groups, real, chunk_size):
-    """By chunks, or step by step where there is no chunk size."""
+    """By chunks, by spans (chunk size, span size), or step by step for None."""
     if chunk_size is None:
         return gated_delta_rule_stepwise(*floats, groups, real)
+    if isinstance(chunk_size, tuple):
+        return gated_delta_rule_by_span(*floats, groups, real, *chunk_size)
     return gated_delta_rule_chunked(*floats, groups, real, chunk_size)
 
 
@@ -74,7 +80,7 @@ def gradients(floats, groups, real, d_o, d_state, chunk_size):
 
 def run(inputs, chunk_size, dtype=np.float64):
     """Outputs and final state."""
-    if chunk_size is not None:
+    if isinstance(chunk_size, int):
         chunk_size = min(chunk_size, inputs.q.shape[1])  # the same program: one compile
     with jax.enable_x64(dtype == np.float64):
         floats = [x.astype(dtype) for x in inputs[:6]]
@@ -170,7 +176,7 @@ def test_step_by_step_gradients_match_finite_differences():
 # --- chunks: outputs against the loop, gradients against those of step by step --------
 
 
-@pytest.mark.parametrize("chunk_size", [4, 16, 64])
+@pytest.mark.parametrize("chunk_size", [4, 16, 64, (4, 8), (4, 10), (16, 16)])
 @pytest.mark.parametrize("time", [1, 3, 4, 5, 9, 63, 64, 65, 130])
 def test_chunks_match_step_by_step(time, chunk_size):
     inputs = draw_inputs(time, time)
@@ -182,7 +188,12 @@ def test_chunks_match_step_by_step(time, chunk_size):
 
 @pytest.mark.parametrize(
     "time, chunk_size, dtype",
-    [(65, 16, np.float64), (130, 64, np.float64), (130, 64, np.float32)],
+    [
+        (65, 16, np.float64),
+        (65, (4, 22), np.float64),
+        (130, 64, np.float64),
+        (130, (16, 64), np.float32),
+    ],
 )
 def test_gradients_of_chunks_match_step_by_step(time, chunk_size, dtype):
     inputs = draw_inputs(time, time)
@@ -254,7 +265,7 @@ def split(inputs, cut):
     return Inputs(*before), Inputs(*after)
 
 
-@pytest.mark.parametrize("chunk_size", [4, 64, None])
+@pytest.mark.parametrize("chunk_size", [4, 64, (4, 8), None])
 @pytest.mark.parametrize("time, cut", [(130, 65), (9, 4), (9, 5), (5, 4), (4, 1)])
 def test_two_calls_equal_one(time, cut, chunk_size):
     inputs = draw_inputs(time, time)
@@ -280,7 +291,7 @@ def test_a_prompt_at_once_equals_single_steps():
 
 @hypothesis.settings(max_examples=20)
 @hypothesis.given(
-    st.integers(0, 65), st.integers(0, 2**32 - 1), st.sampled_from([4, 16])
+    st.integers(0, 65), st.integers(0, 2**32 - 1), st.sampled_from([4, (4, 16)])
 )
 def test_any_cut_gives_the_same(cut, seed, chunk_size):
     """Both calls have 65 places: what belongs to the other one is padding."""
@@ -317,7 +328,7 @@ def packed_rows(draw):
 
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
-    packed_rows(), st.integers(0, 2**32 - 1), st.sampled_from([4, 16, None])
+    packed_rows(), st.integers(0, 2**32 - 1), st.sampled_from([16, (4, 16), None])
 )
 def test_packed_sequences_equal_separate_ones(rows, seed, chunk_size):
     groups, real = rows
@@ -343,12 +354,13 @@ def test_packed_sequences_equal_separate_ones(rows, seed, chunk_size):
 
 
 @hypothesis.settings(max_examples=15)
-@hypothesis.given(packed_rows())
-def test_gradients_of_packed_rows_match_step_by_step(rows):
+@hypothesis.given(packed_rows(), st.sampled_from([16, (4, 16)]))
+def test_gradients_of_packed_rows_match_step_by_step(rows, chunk_size):
     groups, real = rows
     inputs = draw_inputs(11, 65)._replace(groups=groups, real=real)
     expected = run_with_gradients(inputs, None)
-    assert_same(run_with_gradients(inputs, 16), expected, TOLERANCE[np.float64])
+    actual = run_with_gradients(inputs, chunk_size)
+    assert_same(actual, expected, TOLERANCE[np.float64])
 
 
 HUGE = {"q": 1e30, "k": -1e30, "v": 1e38, "log_decay": 1e30, "beta": -1e30}
@@ -357,7 +369,7 @@ HUGE = {"q": 1e30, "k": -1e30, "v": 1e38, "log_decay": 1e30, "beta": -1e30}
 @hypothesis.settings(max_examples=15)
 @hypothesis.given(
     packed_rows(),
-    st.sampled_from([16, None]),
+    st.sampled_from([(4, 16), None]),
     st.sampled_from([1.0, 1e-45, -0.0, np.inf, np.nan]),
 )
 def test_nothing_at_padding_counts(rows, chunk_size, factor):
@@ -376,7 +388,7 @@ def test_nothing_at_padding_counts(rows, chunk_size, factor):
     assert not np.any(actual[0][~real])
 
 
-@pytest.mark.parametrize("chunk_size", [4, 64, None])
+@pytest.mark.parametrize("chunk_size", [64, (4, 16), None])
 @pytest.mark.parametrize("left", [0, 1, 60])
 def test_a_padded_row_equals_the_unpadded_row(left, chunk_size):
     short = draw_inputs(6, 5)
@@ -393,7 +405,7 @@ def test_a_padded_row_equals_the_unpadded_row(left, chunk_size):
     assert_close(state, expected_state, TOLERANCE[np.float64])
 
 
-@pytest.mark.parametrize("chunk_size", [16, None])
+@pytest.mark.parametrize("chunk_size", [16, (4, 16), None])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_a_row_of_padding_returns_its_state_to_the_bit(dtype, chunk_size):
     inputs = draw_inputs(9, 65)
@@ -409,7 +421,7 @@ def test_a_row_of_padding_returns_its_state_to_the_bit(dtype, chunk_size):
 # --- types and the chooser -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunk_size", [4, None])
+@pytest.mark.parametrize("chunk_size", [4, (2, 4), None])
 def test_bfloat16_is_computed_in_float32(chunk_size):
     inputs = draw_inputs(10, 9)
     low = [jnp.asarray(x, jnp.bfloat16) for x in inputs[:5]]
@@ -422,13 +434,29 @@ def test_bfloat16_is_computed_in_float32(chunk_size):
     assert_close(np.float64(o), expected_o, 2**-8)  # half a unit of bfloat16
 
 
-def test_a_single_token_takes_a_step_and_more_take_chunks():
+def test_a_token_takes_a_step_a_few_take_chunks_and_more_take_spans():
     def program(function, time):
         inputs = draw_inputs(0, time)
         inputs = *map(np.float32, inputs[:6]), *inputs[6:]
         return str(jax.make_jaxpr(function)(*inputs))
 
-    chosen = functools.partial(gated_delta_rule, chunk_size=4)
+    sizes = {"chunk_size": 4, "span_size": 8}
+    chosen = functools.partial(gated_delta_rule, **sizes)
     chunked = functools.partial(gated_delta_rule_chunked, chunk_size=4)
+    by_span = functools.partial(gated_delta_rule_by_span, **sizes)
     assert program(chosen, 1) == program(gated_delta_rule_stepwise, 1)
-    assert program(chosen, 5) == program(chunked, 5)
+    assert program(chosen, 8) == program(chunked, 8)
+    assert program(chosen, 9) == program(by_span, 9)
+
+
+def test_the_backward_pass_of_spans_holds_less():
+    def temporary(function):
+        inputs = draw_inputs(0, 256)
+        inputs = *map(np.float32, inputs[:6]), *inputs[6:]
+        loss = lambda *args: jnp.sum(function(*args)[0] ** 2)
+        compiled = jax.jit(jax.grad(loss, argnums=range(6))).lower(*inputs).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    by_span = functools.partial(gated_delta_rule_by_span, chunk_size=16, span_size=32)
+    chunked = functools.partial(gated_delta_rule_chunked, chunk_size=16)
+    assert temporary(by_span) < 0.5 * temporary(chunked)
