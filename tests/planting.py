@@ -75,16 +75,17 @@ def load(name):
     return Model(config, params, frontends, golden)
 
 
-def measure(model, section, what="logits"):
-    """What both frontends give, and how far `what` of it is from the reference.
+def measure(model, section, what="logits", both=True):
+    """What the frontends give, and how far `what` of it is from the reference.
 
     `section` of the golden file has the inputs, and the reference's numbers for them.
+    `both`: in NNX, too, not in Linen alone.
     """
     tokens = model.golden[f"{section}/input_ids"]
     positions = model.golden.get(f"{section}/position_ids_text_t_h_w")
     options = {} if positions is None else {"positions": positions[1:]}
     results = []
-    for apply in model.frontends:
+    for apply in model.frontends[: 1 + both]:
         # One name: where both frontends lower to the same program, it is compiled once.
         def forward(params, tokens, options, apply=apply):
             output = apply(params, tokens, **options)

@@ -2,8 +2,8 @@
 
 Both frontends call the same functions, so they go wrong together: that they agree says
 nothing about the formulas, and the reference's numbers are what does. Every fault here
-changes one thing, and has to move the numbers by ten tolerances while Linen and NNX
-still give the same bits.
+changes one thing, and has to move the numbers by ten tolerances; with some of them in
+place Linen and NNX are seen to give the same bits still.
 """
 
 import dataclasses
@@ -442,6 +442,14 @@ FAULTS = {
 # One key head cannot be tiled wrongly; the other model has two.
 NEEDS_TWO_KEY_HEADS = (key_heads_tiled_in_attention,)
 MODELS = ("qwen3_next_6l", "qwen3_next_8l")
+# Tracing is what costs. That two wrong copies agree is seen on a fault of each part, of
+# all that a frontend calls; the others are measured in Linen.
+IN_BOTH_FRONTENDS = (
+    gate_after_the_output_projection,
+    state_reset_by_each_chunk,
+    shared_expert_missing,
+    router_loss_averaged_over_layers,
+)
 
 
 # ------------------------------------------------------------------------- tools
@@ -499,12 +507,14 @@ def test_without_a_fault_the_oracle_passes_and_the_frontends_agree(name, what, s
         for fault in faults
     ],
 )
-def test_a_fault_fails_the_oracle_while_the_frontends_agree(what, section, fault):
+def test_a_fault_fails_the_oracle(what, section, fault):
     model = load(MODELS[fault in NEEDS_TWO_KEY_HEADS])  # before the fault is there
+    both = fault in IN_BOTH_FRONTENDS
     with planted(fault):
-        results, distance = measure(model, section, what)
-    difference = compare_bytes(*results, finite=True)
-    assert difference.equal, difference.differences
+        results, distance = measure(model, section, what, both)
+    if both:
+        difference = compare_bytes(*results, finite=True)
+        assert difference.equal, difference.differences
     assert MARGIN * TOLERANCES[what] <= distance < np.inf, fault.__doc__
 
 

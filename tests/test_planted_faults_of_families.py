@@ -1,8 +1,8 @@
 """Each fault in what sets a family apart is found by the oracle, and only by it.
 
 As in `test_planted_faults`: a fault changes one thing in the mathematics that both
-frontends call, and has to move the numbers by ten tolerances while Linen and NNX still
-give the same bits.
+frontends call, and has to move the numbers by ten tolerances; with some of them in
+place Linen and NNX are seen to give the same bits still.
 """
 
 import dataclasses
@@ -650,6 +650,20 @@ FAULTS = {
         ),
     },
 }
+# Tracing is what costs. That two wrong copies agree is seen on some of each family, one
+# in what frontends patch themselves among them; the others are measured in Linen.
+IN_BOTH_FRONTENDS = (
+    ("qwen3_5_dense_8l", decay_and_strength_swapped),
+    ("qwen3_5_dense_8l", height_and_width_swapped),
+    ("qwen3_5_moe_8l", shared_expert_not_gated),
+    ("gemma4_dense", layer_scalar_before_the_residual),
+    ("gemma4_moe", router_sees_the_normalised_stream),
+    ("gemma4_ple_kvshare", keys_borrowed_of_the_first_lender),
+    ("gemma3_text", positions_not_divided),
+    ("gemma3_text", output_norms_missing),
+    ("deepseek_v3", rotary_halves),
+    ("deepseek_v3", groups_ignored),
+)
 PLACES = [place for faults in FAULTS.values() for place in faults]
 PLANTED = [
     pytest.param(*place, fault, id=f"{place[0]}-{fault.__name__}")
@@ -733,17 +747,12 @@ def test_without_a_fault_the_oracle_passes_and_the_frontends_agree(case, section
 
 
 @pytest.mark.parametrize(("case", "section", "fault"), PLANTED)
-def test_a_fault_fails_the_oracle_while_the_frontends_agree(case, section, fault):
+def test_a_fault_fails_the_oracle(case, section, fault):
     model = load(case)  # before the fault is there
+    both = (case, fault) in IN_BOTH_FRONTENDS
     with planted(fault):
-        results, distance = measure(model, section)
-    print(
-        "DIST",
-        case,
-        section,
-        fault.__name__,
-        round(float(distance) / TOLERANCES["logits"], 1),
-    )
-    difference = compare_bytes(*results, finite=True)
-    assert difference.equal, difference.differences
+        results, distance = measure(model, section, both=both)
+    if both:
+        difference = compare_bytes(*results, finite=True)
+        assert difference.equal, difference.differences
     assert MARGIN * TOLERANCES["logits"] <= distance < np.inf, fault.__doc__
