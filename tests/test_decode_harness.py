@@ -42,8 +42,14 @@ class Case(NamedTuple):
     seed: int = 0
 
 
+def unscanned():
+    """One period of layers, which is a layer of each sort."""
+    config = preset("qwen3-next-8l-tiny")
+    return config.replace(layers=config.layers[:4], scan_layers=False)
+
+
 CASES = (
-    Case("unscanned", lambda: preset("qwen3-next-8l-tiny").replace(scan_layers=False)),
+    Case("unscanned", unscanned),
     Case("scanned", lambda: preset("qwen3-next-8l-tiny")),
     Case("scanned_remainder", lambda: preset("qwen3-next-tiny")),
     Case("gemma_4_experts", lambda: preset("gemma-4-moe-tiny")),

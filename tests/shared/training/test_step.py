@@ -48,9 +48,14 @@ def batch_of(config, ragged=True):
 
 
 @functools.cache
-def gradients(config, frontend="linen", **options):
-    function, chosen = function_of(config, frontend), training.StepOptions(**options)
-    run = jax.jit(lambda p, b: training.gradients(function, p, b, chosen))
+def program_of(config, **options):
+    function, chosen = function_of(config), training.StepOptions(**options)
+    return jax.jit(lambda p, b: training.gradients(function, p, b, chosen))
+
+
+@functools.cache
+def gradients(config, **options):
+    run = program_of(config, **options)
     return jax.device_get(run(params_of(config), batch_of(config)))
 
 
@@ -108,8 +113,9 @@ def test_logits_are_never_all_there():
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_batch_in_parts_has_the_gradient_of_the_whole(steps):
     """Although the parts count different numbers of tokens."""
-    whole, wanted = gradients(CONFIG, z_loss_coef=0.1)
-    parts, ours = gradients(CONFIG, z_loss_coef=0.1, accumulation_steps=steps)
+    options = {"loss_chunk_size": 64, "z_loss_coef": 0.1}
+    whole, wanted = gradients(CONFIG, **options)
+    parts, ours = gradients(CONFIG, accumulation_steps=steps, **options)
     for name in ("loss", "cross_entropy", "z_loss", "tokens", "gradient_norm"):
         np.testing.assert_allclose(
             getattr(parts, name), getattr(whole, name), rtol=2e-6, err_msg=name
@@ -119,10 +125,9 @@ def test_a_batch_in_parts_has_the_gradient_of_the_whole(steps):
 
 def test_the_router_loss_of_parts_is_their_mean():
     metrics, _ = gradients(MIXED, accumulation_steps=2)
-    function, batch = function_of(MIXED), batch_of(MIXED)
-    run = jax.jit(lambda p, b: training.gradients(function, p, b)[0])
+    run, batch = program_of(MIXED), batch_of(MIXED)
     halves = [
-        run(params_of(MIXED), {n: x[part] for n, x in batch.items()})
+        run(params_of(MIXED), {n: x[part] for n, x in batch.items()})[0]
         for part in (slice(0, 2), slice(2, 4))
     ]
     mean = np.mean([half.router_loss for half in halves])
@@ -190,7 +195,7 @@ def test_a_step_is_adamw_behind_clipping():
     v = dict(m)
     expected = {path: np.float64(leaf) for path, leaf in flatten(params)}
     for t in (1, 2):
-        metrics, grads = training.gradients(function, state["params"], batch_of(CONFIG))
+        metrics, grads = program_of(CONFIG)(state["params"], batch_of(CONFIG))
         state, _ = step(state, batch_of(CONFIG))
         scale = min(1.0, 0.1 / float(metrics.gradient_norm))
         for path, gradient in flatten(grads):
@@ -243,7 +248,8 @@ def test_what_no_gradient_reaches_is_not_moved_by_weight_decay():
     optimizer = training.make_optimizer(training.OptimizerConfig(), config)
     params = params_of(config)
     zeros = jax.tree.map(jnp.zeros_like, params)
-    new, _ = training.optimizer.update(optimizer, zeros, optimizer.init(params), params)
+    update = jax.jit(functools.partial(training.optimizer.update, optimizer))
+    new, _ = update(zeros, optimizer.init(params), params)
     moved = {
         path[-1]
         for (path, old), (_, leaf) in zip(flatten(params), flatten(new), strict=True)
