@@ -16,6 +16,7 @@ the second tells layouts apart.
 
 from __future__ import annotations
 
+import functools
 import pathlib
 import zipfile
 import zlib
@@ -145,20 +146,27 @@ def compare_golden(
     One function serves all sections, so that inputs of one shape compile once.
     """
     hidden = any(section.startswith("hidden") for section in _sections_of(golden))
-
-    @jax.jit
-    def compiled(*args: Any, **kw: Any) -> shared.DecoderOutput:
-        return apply(*args, output_hidden_states=hidden, **kw)
-
-    def run(*args: Any, **kw: Any) -> shared.DecoderOutput:
-        with jax.default_matmul_precision("highest"):
-            return compiled(*args, **kw)
-
+    run = runner(apply, hidden)
     golden = _Keys(golden)
     for section in _sections_of(golden):
         compare = _SECTIONS[section]
         keys = _Keys((k, v) for k, v in golden.items() if k.split("/")[0] == section)
         yield from compare(_Inputs(section, keys, golden, config, params, run))
+
+
+@functools.lru_cache(maxsize=2)
+def runner(apply: Apply, hidden_states: bool) -> Apply:
+    """`apply`, jitted, and the same one in every call: a shape compiles once."""
+
+    @jax.jit
+    def compiled(*args: Any, **kw: Any) -> shared.DecoderOutput:
+        return apply(*args, output_hidden_states=hidden_states, **kw)
+
+    def run(*args: Any, **kw: Any) -> shared.DecoderOutput:
+        with jax.default_matmul_precision("highest"):
+            return compiled(*args, **kw)
+
+    return run
 
 
 def _sections_of(golden: Mapping[str, np.ndarray]) -> list[str]:

@@ -742,7 +742,7 @@ def test_batch_size_changes_rounding_only():
     2e-6, and up to 9e-6 with eight; with XLA's own settings up to 6e-6 and 3e-5. With
     equal shapes rows are independent to the bit, as tested above.
     """
-    here, noise, tokens = world("linen"), noise_of("linen"), np.zeros((ROWS, 16), int)
+    here, noise, tokens = world("nnx"), noise_of("nnx"), np.zeros((ROWS, 16), int)
     for row in range(ROWS):
         tokens[row] = tokens_of(row)[:16]
     tokens = tokens.astype(np.int32)
@@ -765,7 +765,7 @@ def test_batch_size_changes_rounding_only():
 
 def test_states_stored_in_bfloat16_are_computed_with_in_float32():
     """One step from a state that both hold costs the rounding of the new state."""
-    here, noise = world("linen"), noise_of("linen")
+    here, noise = world("nnx"), noise_of("nnx")
     tokens = np.stack([tokens_of(seed) for seed in range(ROWS)])
     ones = np.ones((ROWS, TIME), np.int32)
     _, cache = here.call(here.fresh(), tokens[:, :TIME], ones)
