@@ -73,7 +73,7 @@ def count_jaxpr(jaxpr: ClosedJaxpr | Jaxpr) -> Cost:
     """The cost of a jaxpr."""
     total = Cost()
     for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        total = total.plus(_equation(equation))
+        total = total.plus(count_equation(equation))
     return total
 
 
@@ -93,7 +93,8 @@ def inner_jaxprs(params: Any) -> Iterator[Any]:
                 yield item
 
 
-def _equation(equation: Any) -> Cost:
+def count_equation(equation: Any) -> Cost:
+    """The cost of one equation, with what it runs inside."""
     name, params = equation.primitive.name, equation.params
     if name == "scan":
         return count_jaxpr(params["jaxpr"]).times(params["length"])
