@@ -177,7 +177,7 @@ def _serve(served: dict[str, Any], folder: pathlib.Path) -> None:
     config = shared.DecoderConfig.from_hf(CONFIG).replace(**changes)
     params = jax.jit(shared.init_params, static_argnums=1)(jax.random.key(0), config)
     if not folder.exists():
-        shared.save_hf(folder, config, params)
+        shared.checkpoint.save_hf(folder, config, params)
     measures = {
         "step": functools.partial(_step, served["frontend"], config, params),
         "loss": functools.partial(_loss, served["frontend"], config, params),
