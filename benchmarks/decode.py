@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from sides import ONE_THREAD, Claim, Side, alternate, compare, report, timed
+from sides import ONE_THREAD, Claim, Side, alternate, chosen, compare, report, timed
 
 HERE = pathlib.Path(__file__).parent
 CONFIG = HERE / "configs" / "qwen3_next_51m.json"
@@ -44,14 +44,7 @@ def main() -> int:
     if options.serve:
         _serve(options.serve)
         return 0
-    parts = options.parts.split(",") if options.parts else list(PARTS)
-    if set(parts) - set(PARTS):
-        parser.error(f"--parts takes {', '.join(PARTS)}. Got {options.parts}.")
-    if "hf" in parts and not options.hf_python:
-        if options.parts:
-            parser.error("--parts=hf needs --hf-python.")
-        print("No --hf-python: not beside Hugging Face.")
-        parts.remove("hf")
+    parts = chosen(parser, options, PARTS, peers=("hf",))
     claims = (claim for part in parts for claim in PARTS[part](options))
     return report(claims, options.json)
 

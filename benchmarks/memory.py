@@ -115,21 +115,18 @@ def main() -> int:
 def _measured(name: str, dtype: str, python: str | None) -> Iterator[Claim]:
     case = CASES[name]
     our = _ours(case, dtype)
-    label = f"{name}, {dtype} weights: temporary"
-    limit = case.most[dtype] * 1e9
-    yield compare(f"{label} beside the aim; bytes", our["temporary"], limit, at_most=1)
+    label = f"{name}, {dtype} weights: temporary beside the aim; bytes"
+    yield compare(label, our["temporary"], case.most[dtype] * 1e9, at_most=1)
     if python is None:
         return
     their = _theirs(case, dtype, python)
-    for kind, limits in (("arguments", {"at_least": 0.99}), ("temporary", {})):
-        at_most = 1.01 if kind == "arguments" else 1.0
-        yield compare(
-            f"{name}, {dtype} weights: {kind} beside MaxText; bytes",
-            our[kind],
-            their[kind],
-            at_most=at_most,
-            **limits,
-        )
+    limits = {
+        "arguments": {"at_least": 0.99, "at_most": 1.01},
+        "temporary": {"at_most": 1.0},
+    }
+    for kind, limit in limits.items():
+        label = f"{name}, {dtype} weights: {kind} beside MaxText; bytes"
+        yield compare(label, our[kind], their[kind], **limit)
 
 
 def _ours(case: Case, dtype: str) -> dict[str, int]:

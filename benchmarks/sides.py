@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import os
@@ -58,6 +59,25 @@ def compare(
         " and ".join(limits),
         at_least <= one / other <= at_most,
     )
+
+
+def chosen(
+    parser: argparse.ArgumentParser,
+    options: argparse.Namespace,
+    parts: Iterable[str],
+    peers: Iterable[str],
+) -> list[str]:
+    """The parts of --parts, by default all; a peer is one only where its Python is."""
+    wanted = options.parts.split(",") if options.parts else list(parts)
+    if set(wanted) - set(parts):
+        parser.error(f"--parts takes {', '.join(parts)}. Got {options.parts}.")
+    for peer in peers:
+        if peer in wanted and not getattr(options, f"{peer}_python"):
+            if options.parts:
+                parser.error(f"--parts={peer} needs --{peer}-python.")
+            print(f"No --{peer}-python: not beside it.")
+            wanted.remove(peer)
+    return wanted
 
 
 def report(claims: Iterable[Claim], file: pathlib.Path | None) -> int:

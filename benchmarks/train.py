@@ -4,7 +4,7 @@ python benchmarks/train.py [--hf-python=PYTHON] [--maxtext-python=PYTHON]
   [--parts=hf,maxtext,forms,frontends,depth] [--rounds=5] [--json=FILE]
 
 Exit status 0: every claim holds; 1: one does not. README.md beside this file tells what
-is measured, RESULTS.md holds the numbers seen.
+is measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sides import ONE_THREAD, Claim, Side, alternate, compare, report, timed
+from sides import ONE_THREAD, Claim, Side, alternate, chosen, compare, report, timed
 
 HERE = pathlib.Path(__file__).parent
 CONFIG = HERE / "configs" / "qwen3_next_18m.json"
@@ -46,15 +46,7 @@ def main() -> int:
     if options.serve is not None:
         _serve(options.serve, options.folder)
         return 0
-    parts = options.parts.split(",") if options.parts else list(PARTS)
-    if set(parts) - set(PARTS):
-        parser.error(f"--parts takes {', '.join(PARTS)}. Got {options.parts}.")
-    for part in ("hf", "maxtext"):
-        if part in parts and not getattr(options, f"{part}_python"):
-            if options.parts:
-                parser.error(f"--parts={part} needs --{part}-python.")
-            print(f"No --{part}-python: not beside it.")
-            parts.remove(part)
+    parts = chosen(parser, options, PARTS, peers=("hf", "maxtext"))
     with tempfile.TemporaryDirectory() as folder:
         options.folder = pathlib.Path(folder) / "model"
         claims = (claim for part in parts for claim in PARTS[part](options))
@@ -198,34 +190,20 @@ def _tokens(config: Any, batch: int, length: int) -> Any:
     return np.random.default_rng(0).integers(0, config.vocab_size, shape, np.int32)
 
 
-def _function(frontend: str, config: Any) -> Any:
-    import zoo_linen
-    import zoo_nnx
-    from parity import decoders
-
-    if frontend == "linen":
-        return zoo_linen.as_function(zoo_linen.Decoder(config))
-    return zoo_nnx.as_function(decoders.abstract_nnx(config))
-
-
 @functools.cache
 def _compiled(frontend: str, config: Any, batch: int, length: int) -> Any:
     import jax
     import jax.numpy as jnp
 
-    import shared
+    from parity.memory.job import decoder_function
     from shared import training
 
     optimizer = training.make_optimizer(training.OptimizerConfig(), config)
-    state = jax.eval_shape(
-        functools.partial(training.init_state, optimizer=optimizer),
-        shared.abstract_params(config),
-    )
+    state = training.abstract_state(optimizer, config)
     tokens = jax.ShapeDtypeStruct((batch, length), jnp.int32)
-    step = functools.partial(
-        training.train_step, _function(frontend, config), optimizer
-    )
-    lowered = jax.jit(step, donate_argnums=0).lower(state, {"tokens": tokens})
+    function = decoder_function(config, frontend)
+    step = functools.partial(training.train_step, function, optimizer)
+    lowered = training.compile_step(step, state).lower(state, {"tokens": tokens})
     return lowered.compile(), optimizer
 
 
@@ -262,9 +240,10 @@ def _loss(
     frontend: str, config: Any, params: Any, batch: int, length: int
 ) -> tuple[float, float]:
     import shared
+    from parity.memory.job import decoder_function
 
     tokens = _tokens(config, batch, length)
-    output = _function(frontend, config)(params, tokens)
+    output = decoder_function(config, frontend)(params, tokens)
     return float(shared.decoder_loss(output, tokens, config).cross_entropy), 0.0
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import os
 import pathlib
 from collections.abc import Iterator
@@ -41,15 +40,11 @@ def _growth() -> Iterator[Claim]:
 
 def _operations(span_size: int, expert_chunks: int) -> float:
     """Of a whole step, with the forms of kernels whose operations can be counted."""
-    import jax
-    import jax.numpy as jnp
-
     import shared
-    import zoo_linen
-    from parity.memory.job import Job, make_mesh
+    from parity.memory.job import Job, make_mesh, trace
     from parity.programs import cost
     from parity.programs.topology import topology
-    from shared import sharding, training
+    from shared import sharding
 
     config = shared.preset("qwen3-next-80b-a3b")
     config = config.replace(
@@ -62,16 +57,7 @@ def _operations(span_size: int, expert_chunks: int) -> float:
         expert_kernel="ragged_dot",
     )
     job = Job(config, make_mesh({}, topology("v5p:4x4x8")), ROWS, LENGTH)
-    optimizer = training.make_optimizer(job.optimizer, config)
-    state = training.abstract_state(optimizer, config, job.placement)
-    shape = ROWS, LENGTH
-    tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=job.placement.rows(shape))
-    function = zoo_linen.as_function(zoo_linen.Decoder(config))
-    step = functools.partial(
-        training.train_step, function, optimizer, options=job.options
-    )
-    with job.placement.context():
-        jaxpr = jax.make_jaxpr(step)(state, {"tokens": tokens})
+    jaxpr = trace(job, "linen").jaxpr
     grouped = _grouped(jaxpr)
     # A part of the experts is given as many rows as all have; it multiplies its own.
     return cost.count_jaxpr(jaxpr).flops - grouped + grouped / expert_chunks

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -758,6 +758,19 @@ def resolve_remat_policy(name: str) -> Any:
             f"'names:a,b' or one of {', '.join(plain)}."
         )
     return getattr(jax.checkpoint_policies, name)
+
+
+def rematerialised(
+    call: Callable[..., Any], config: DecoderConfig, checkpoint: Callable[..., Any]
+) -> Callable[..., Any]:
+    """`call` under the config's policy, by a frontend's own form of `jax.checkpoint`.
+
+    What is rematerialised stands in a loop, so nothing need keep XLA from merging it.
+    """
+    if config.remat_policy == "none":
+        return call
+    policy = resolve_remat_policy(config.remat_policy)
+    return checkpoint(call, policy=policy, prevent_cse=False)
 
 
 def compute_dtype(config: DecoderConfig) -> Any:

@@ -10,7 +10,7 @@ from flax import linen as nn
 from jax.experimental.xla_metadata import set_xla_metadata
 from jaxtyping import Array
 
-from shared.config import DecoderConfig, resolve_remat_policy
+from shared.config import DecoderConfig, rematerialised
 from shared.context import Context
 from shared.layers.decoder import PerLayer
 from shared.layers.decoder_layer import KEEP_SINGLE_TRIP, pass_keys_on
@@ -63,7 +63,7 @@ def run_group(
         return block(carry, context, told)
     call, config = Block.__call__, block.config
     if config.is_flat(group):
-        call = _rematerialised(call, config)
+        call = rematerialised(call, config, nn.remat)
     scan = _scan(call, group.repeats, STACK_AXES[0], config)
     return scan(block, carry, context, told)
 
@@ -97,7 +97,7 @@ def run_layers(
         return layer(x, context.at_layer(told.layer, slot, told.input), cache)
 
     if not flat:
-        call = _rematerialised(call, config)
+        call = rematerialised(call, config, nn.remat)
 
     def step(
         layer: nn.Module, carry: Carry, context: Context, told: PerLayer
@@ -132,15 +132,6 @@ def run_layers(
     with set_xla_metadata(**KEEP_SINGLE_TRIP):
         carry, aux = once(layer, carry, context, told)
     return carry, _drop_axis(aux)
-
-
-def _rematerialised(
-    call: Callable[..., Any], config: DecoderConfig
-) -> Callable[..., Any]:
-    if config.remat_policy == "none":
-        return call
-    policy = resolve_remat_policy(config.remat_policy)
-    return nn.remat(call, policy=policy, prevent_cse=False)
 
 
 def _add_axis(tree: Any) -> Any:

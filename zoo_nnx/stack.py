@@ -20,7 +20,7 @@ from jax.experimental.xla_metadata import set_xla_metadata
 from jax.typing import ArrayLike
 from jaxtyping import Array
 
-from shared.config import DecoderConfig, resolve_remat_policy
+from shared.config import DecoderConfig, rematerialised
 from shared.context import Context
 from shared.layers import decoder
 from shared.layers.decoder import PerLayer
@@ -237,7 +237,7 @@ class _Block:
             return self(carry, (states, told))
 
         states, told = inputs
-        return _rematerialised(call, self.config)(states, carry, told)
+        return rematerialised(call, self.config, jax.checkpoint)(states, carry, told)
 
     def __call__(self, carry: Carry, inputs: tuple[Any, ...]) -> tuple[Carry, Any]:
         x, caches, lent = carry
@@ -282,7 +282,7 @@ def _layer_step(
         return *layer(x, context, cache), _owned(layer, params)
 
     if not config.is_flat(group):
-        call = _rematerialised(call, config)
+        call = rematerialised(call, config, jax.checkpoint)
 
     def step(
         params: nnx.State,
@@ -297,15 +297,6 @@ def _layer_step(
         return (x, cache, lent), (owned, aux)
 
     return step
-
-
-def _rematerialised(
-    call: Callable[..., Any], config: DecoderConfig
-) -> Callable[..., Any]:
-    if config.remat_policy == "none":
-        return call
-    policy = resolve_remat_policy(config.remat_policy)
-    return jax.checkpoint(call, policy=policy, prevent_cse=False)
 
 
 def _scan_layers(

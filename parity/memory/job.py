@@ -67,16 +67,26 @@ def lower(job: Job, frontend: str) -> jax.stages.Lowered:
     Raises:
       ShardingError: the model or the batch cannot be spread over the mesh.
     """
+    traced = trace(job, frontend)
+    with job.placement.context():
+        return traced.lower()
+
+
+def trace(job: Job, frontend: str) -> jax.stages.Traced:
+    """The step of one frontend before it is lowered; raises as `lower`."""
     config, placement = job.config, job.placement
     optimizer = training.make_optimizer(job.optimizer, config)
     state = training.abstract_state(optimizer, config, placement)
     shape = job.batch, job.length
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=placement.rows(shape))
     step = functools.partial(
-        training.train_step, _function(config, frontend), optimizer, options=job.options
+        training.train_step,
+        decoder_function(config, frontend),
+        optimizer,
+        options=job.options,
     )
     with placement.context():
-        return training.compile_step(step, state).lower(state, {"tokens": tokens})
+        return training.compile_step(step, state).trace(state, {"tokens": tokens})
 
 
 def compile_step(lowered: jax.stages.Lowered) -> Compiled:
@@ -93,7 +103,8 @@ def make_mesh(sizes: Mapping[str, int], devices: Sequence[jax.Device]) -> Mesh:
     return sharding.make_mesh(sizes or {"fsdp": -1}, devices)
 
 
-def _function(config: shared.DecoderConfig, frontend: str) -> DecoderFunction:
+def decoder_function(config: shared.DecoderConfig, frontend: str) -> DecoderFunction:
+    """The model of a config in a frontend, without parameters of its own."""
     if frontend == "linen":
         return zoo_linen.as_function(zoo_linen.Decoder(config))
     return zoo_nnx.as_function(decoders.abstract_nnx(config))
