@@ -705,6 +705,14 @@ class DecoderConfig:
         """Whether the blocks of a group are flat (see `block_form`)."""
         return self.block_form == "flat" and group.repeats is not None
 
+    def loops_over_one(self, group: Group) -> bool:
+        """Whether a single layer of a group stands in a loop of one step.
+
+        A rematerialised layer does: without a loop around it, XLA makes all layers of a
+        block again before the first is done with, or merges both forward passes.
+        """
+        return self.remat_policy != "none" and not self.is_flat(group)
+
     @classmethod
     def from_hf(
         cls, source: str | os.PathLike[str] | Mapping[str, Any]

@@ -522,13 +522,15 @@ def kept_loops(function, config):
 
 
 @pytest.mark.parametrize("frontend", FRONTENDS)
-@pytest.mark.parametrize("policy", ["none", "full"])
-def test_the_loop_around_the_full_layer_is_marked_to_be_kept(frontend, policy):
+@pytest.mark.parametrize(("policy", "loops"), [("none", 0), ("full", 1)])
+def test_the_loop_around_a_rematerialised_full_layer_is_marked_to_be_kept(
+    frontend, policy, loops
+):
     config = NESTED.replace(remat_policy=policy)
     apply = decoder_apply(config, frontend)
-    assert kept_loops(apply, config) == 1
+    assert kept_loops(apply, config) == loops
     gradient = jax.grad(functools.partial(total_loss, apply, config))
-    assert kept_loops(gradient, config) == 2  # of the forward and the backward part
+    assert kept_loops(gradient, config) == 2 * loops  # forward and backward part
 
 
 # --------------------------------------------------------------- calling it again

@@ -77,7 +77,7 @@ def run_layers(
     told: PerLayer,
     config: DecoderConfig,
 ) -> tuple[Carry, Any]:
-    """Runs equal layers by scan; a single layer in a scan of length one.
+    """Runs equal layers by scan, a rematerialised one alone by a scan of length one.
 
     Caches of stacked layers are carried whole, and each layer writes into them what is
     its own: as inputs and outputs of the scan they would be copied at every step.
@@ -111,7 +111,7 @@ def run_layers(
         unroll = run.length if flat else 1
         scan = _scan(step, run.length, STACK_AXES[1], config, unroll)
         return scan(layer, carry, context, told)
-    if flat:
+    if not config.loops_over_one(group):
         return step(layer, carry, context, told)
     held = [n for n in layer.variables if n not in ("params", "intermediates")]
     changing = [name for name in held if layer.is_mutable_collection(name)]

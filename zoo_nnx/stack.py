@@ -250,10 +250,17 @@ class _Block:
             step = _layer_step(
                 self.graphdefs[path], self.streams[path], self.group, run, self.config
             )
-            run_layers = _scan_layers if run.stacked else _single_layer
-            carry, results[path] = run_layers(
-                step, states, carry, self.context, told, self.config, flat
-            )
+            if run.stacked:
+                axis, unroll = self.config.param_scan_axis, run.length if flat else 1
+                carry, results[path] = _scan_layers(
+                    step, states, carry, self.context, told, axis, unroll
+                )
+            elif self.config.loops_over_one(self.group):
+                carry, results[path] = _loop_over_one(
+                    step, states, carry, self.context, told
+                )
+            else:
+                carry, results[path] = step(*states, carry, self.context, told)
             x, new_caches[path], lent = carry
         return (x, None if caches is None else new_caches, lent), results
 
@@ -305,35 +312,31 @@ def _scan_layers(
     carry: Carry,
     context: Context,
     told: PerLayer,
-    config: DecoderConfig,
-    flat: bool,
+    axis: int,
+    unroll: int,
 ) -> tuple[Carry, Any]:
-    params, rest = _to_front(states[0], config.param_scan_axis), _to_front(states[1], 0)
+    params, rest = _to_front(states[0], axis), _to_front(states[1], 0)
 
     def body(carry, inputs):
         params, rest, own = inputs
         return step(params, rest, carry, context, own)
 
-    carry, (owned, aux) = jax.lax.scan(body, carry, (params, rest, told), unroll=flat)
-    return carry, (_stacked(owned, STACK_AXES[1], config.param_scan_axis), aux)
+    xs = params, rest, told
+    carry, (owned, aux) = jax.lax.scan(body, carry, xs, unroll=unroll)
+    return carry, (_stacked(owned, STACK_AXES[1], axis), aux)
 
 
-def _single_layer(
+def _loop_over_one(
     step: Callable[..., Any],
     states: tuple[nnx.State, nnx.State],
     carry: Carry,
     context: Context,
     told: PerLayer,
-    config: DecoderConfig,
-    flat: bool,
 ) -> tuple[Carry, Any]:
-    """A scan of length one that closes over the weights; none in a flat block.
+    """A rematerialised layer, by a scan of length one that closes over the weights.
 
     Carried, they would be saved for the backward pass of every block.
     """
-    del config
-    if flat:
-        return step(*states, carry, context, told)
 
     def body(carry, _):
         return step(*states, carry, context, told)
